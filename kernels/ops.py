@@ -1,0 +1,187 @@
+"""Ops: the contract of computations that models are written against, and the arrays of a step.
+
+Three implementations: reference (numpy), cpu (C++), cuda. A model knows only this file. Arrays
+are the backend's own (numpy.ndarray for reference and cpu); activations are float32. Shapes in
+comments: T tokens of the step, R sampled rows, S slots, D width, H heads, d head size, V vocab.
+
+An array that an Op returns lives in scratch memory: until the enclosing `scope()` ends, or the
+step does. Everything that varies between replays of a captured step is read from the arrays of
+Batch and SlotState when the Op runs, never when it is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = Any  # the backend's array type
+
+# codes in StepOutput.finish
+RUNNING, STOP, LENGTH, DONE_BEFORE, NOT_FINITE = range(5)
+FINISH_NAMES = ("", "stop", "length", "", "error")
+
+MAX_STOP_IDS = 16
+
+
+@dataclass
+class Batch:
+    """The ragged batch of one step, in device memory. Tokens of a row are neighbours.
+
+    continues[t] is 1 where token t and its positions come from SlotState (`begin` fills them).
+    """
+
+    tokens: Array  # int32[T]
+    slots: Array  # int32[T] the slot whose page table token t uses
+    positions: Array  # int32[T] cache index of the token
+    rope_positions: Array  # int32[T]
+    continues: Array  # int32[T]
+    outputs: Array  # int32[R] index into T of the tokens after which one is sampled
+    pages: tuple[Array, ...]  # int32[S, P] page table of each cache group
+
+
+@dataclass
+class SlotState:
+    """What the worker remembers of each slot between steps, in device memory."""
+
+    last_token: Array  # int32[S] sampled last, not yet computed
+    next_position: Array  # int32[S] the cache position that last_token will take
+    finished: Array  # int32[S] a finish code; 0 while the slot generates
+    max_position: Array  # int32[S] sampling a token for this position or later finishes "length"
+    stop_ids: Array  # int32[S, MAX_STOP_IDS], padded with -1
+    temperature: Array  # float32[S]; 0 is greedy
+    top_k: Array  # int32[S]; 0 is off
+    top_p: Array  # float32[S]; 1 is off
+    min_p: Array  # float32[S]; 0 is off
+    seed: Array  # uint64[S]
+
+
+@dataclass
+class StepOutput:
+    """What `sample` writes; the one small copy that comes back from a step."""
+
+    tokens: Array  # int32[R]; -1 where finish is DONE_BEFORE or NOT_FINITE
+    finish: Array  # int32[R] codes above
+    logprobs: Array  # float32[R] of the sampled token under the unmodified distribution
+
+
+class Weight(Protocol):
+    """A matrix (or a vector) of the model in the backend's own form. shape is numpy's (N, K)."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Graph(Protocol):
+    """A recorded step."""
+
+    def replay(self) -> None: ...
+
+
+class Ops(Protocol):
+    """Computations on one device. Methods whose name ends in _ change their first argument."""
+
+    name: str
+    captures: bool
+
+    # --- memory ---------------------------------------------------------------------------
+    def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> Weight:
+        """Take a tensor: `data` is its raw uint8 bytes (a view of the mapped file, may be kept),
+        `type_name` its GGUF type, `shape` numpy's order (rows, columns)."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A persistent array."""
+
+    def kv_cache(
+        self, pages: int, kv_heads: int, page_tokens: int, key_dim: int, value_dim: int,
+        key_type: str, value_type: str,
+    ) -> Any:
+        """The paged keys and values of one layer (opaque; both for store_kv and attention)."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Scratch arrays made inside are free again at its end."""
+
+    def reset_scratch(self) -> None:
+        """Forget all scratch arrays; called before each step (and each recording)."""
+
+    def upload(self, target: Array, values: np.ndarray) -> None:
+        """Copy host values over the first elements of a persistent array (device memory)."""
+
+    def to_host(self, x: Array) -> np.ndarray:
+        """A numpy copy (waits for the device)."""
+
+    def capture(self) -> AbstractContextManager[Graph]:
+        """Ops called inside are recorded, not run; scratch addresses stay valid for replays."""
+
+    def synchronize(self) -> None:
+        """Wait until everything submitted has run."""
+
+    # --- the ends of a step ---------------------------------------------------------------
+    def begin(self, batch: Batch, state: SlotState) -> None:
+        """For each token with continues[t]: tokens, positions and rope_positions from its slot."""
+
+    def sample(
+        self, logits: Array, batch: Batch, state: SlotState, out: StepOutput
+    ) -> None:
+        """Choose a token for each row of logits [R, V] by its slot's parameters.
+
+        For row i: t = outputs[i], s = slots[t], p = positions[t] + 1 (the new token's position).
+        If finished[s] is set: tokens[i] = -1, finish[i] = DONE_BEFORE, and nothing else changes.
+        A row that is not finite: -1, NOT_FINITE, finished[s] = NOT_FINITE.
+        Otherwise writes out, last_token[s], next_position[s] = p, and the finish code: STOP if
+        the token is a stop id, else LENGTH if p + 1 >= max_position[s]; also into finished[s].
+        The random number is a function of (seed[s], p, purpose) alone; see kernels/random.md.
+        """
+
+    # --- models ---------------------------------------------------------------------------
+    def embed(self, table: Weight, tokens: Array) -> Array:
+        """float32 [T, D]: rows of table."""
+
+    def rms_norm(self, x: Array, weight: Weight, eps: float) -> Array:
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis; weight is a vector."""
+
+    def linear(
+        self, x: Array, weight: Weight, bias: Weight | None = None, add_to: Array | None = None
+    ) -> Array:
+        """x [T, K] @ weight[N, K].T + bias -> [T, N]. add_to [T, N]: accumulate there (+=) and
+        return it instead of a new array (the residual)."""
+
+    def linears(
+        self, x: Array, weights: Sequence[Weight], biases: Sequence[Weight | None]
+    ) -> tuple[Array, ...]:
+        """linear of one x with several weights (q, k, v), in one pass over x."""
+
+    def glu(
+        self, x: Array, gate: Weight, up: Weight, activation: str,
+        gate_bias: Weight | None = None, up_bias: Weight | None = None,
+    ) -> Array:
+        """activation(gate x) * (up x) -> [T, F]; activation "silu" or "gelu_tanh"."""
+
+    def rope_angles(self, positions: Array, inv_freq: np.ndarray, scale: float) -> Array:
+        """float32 [T, n, 2]: (cos, sin) of float32(position) * inv_freq[n], both times scale."""
+
+    def rope_(self, x: Array, angles: Array, head_dim: int, layout: str) -> Array:
+        """Rotate each head of x [T, H * head_dim] in place; n = angles.shape[1] pairs: "norm"
+        (2i, 2i+1), "neox" (i, i + n). Dimensions past 2n pass through."""
+
+    def store_kv(
+        self, cache: Any, k: Array, v: Array, batch: Batch, group: int
+    ) -> None:
+        """k [T, Hkv * d], v [T, Hkv * dv] to page pages[group][slot, position // page_tokens]."""
+
+    def attention(
+        self, q: Array, cache: Any, batch: Batch, group: int, head_map: Sequence[int],
+        scale: float, window: int = 0, softcap: float = 0.0,
+    ) -> Array:
+        """q [T, H * d] over cache positions 0..positions[t] of each token's slot (store_kv of
+        this step first) -> [T, H * dv]. Query head h reads local KV head head_map[h]. window W:
+        only positions p with positions[t] - p < W. softcap c: scores = c * tanh(scores / c)."""
+
+    def gather(self, x: Array, index: Array) -> Array:
+        """x [T, D] rows at index int32[R] -> [R, D]."""
+
+    def copy(self, x: Array) -> Array:
+        """A scratch copy of x (taps)."""

@@ -1,0 +1,190 @@
+"""The records that cross between the gateway and the workers, and how they become ZeroMQ frames.
+
+Frame 0 is one version byte and a msgpack array `[tag, fields...]`; fields are only ever appended,
+each with a default. Every further frame is one raw array, named in frame 0 by its index, dtype and
+shape. No pickle, no method names: a worker is a fold over the Steps that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+VERSION = 1
+CONTINUE = np.zeros(0, np.int32)  # tokens of a row that goes on from the token it sampled last
+
+
+class ProtocolError(ValueError):
+    """A message that this version cannot read."""
+
+
+class Record(msgspec.Struct, array_like=True, tag=True, kw_only=True):
+    """Base of everything on the wire: an array with the class's name as its tag."""
+
+
+class Sampling(msgspec.Struct, array_like=True, kw_only=True):
+    """How a request's tokens are chosen; sent once, with the first row of a request in a slot.
+
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch those filters off.
+    max_position: no token is sampled for this position or a later one (finish "length").
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_window: int = 64
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    stop_ids: list[int] = []
+    max_position: int = 2**31 - 1
+
+
+class Want(msgspec.Struct, array_like=True, kw_only=True):
+    """What a row's answer holds beside its tokens. Negative: not wanted; n: with n alternatives."""
+
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    hidden: bool = False  # pooled hidden state (embeddings)
+
+
+class Row(msgspec.Struct, array_like=True, kw_only=True):
+    """The part of one sequence that a Step computes.
+
+    tokens[i] lies at cache position start + i; an empty array means "continue": the worker takes
+    the token that it sampled last in this slot and the position after it, and `start` is ignored.
+    pages: page ids to append to this slot's page table, one list for each cache group.
+    sample: choose a token after the last of `tokens` (False for all but a prompt's last chunk).
+    """
+
+    slot: int
+    start: int = 0
+    tokens: np.ndarray = msgspec.field(default_factory=lambda: CONTINUE)  # int32[n]
+    pages: list[list[int]] = []
+    sample: bool = True
+    drafts: int = 0  # positions reserved for drafts after the last token
+    embeds: np.ndarray | None = None  # float32[n, D]: rows of a vision worker instead of tokens
+    rope_positions: np.ndarray | None = None  # int32[axes, n] where they differ from cache positions
+    history: np.ndarray | None = None  # int32: tokens of a reused prefix (penalties, n-grams, drafts)
+    mask: np.ndarray | None = None  # uint32[ceil(V / 32)]: tokens that a grammar allows
+    forced: int = -1  # this token is taken instead of a sampled one
+    sampling: Sampling | None = None
+    want: Want | None = None
+
+
+class Copy(msgspec.Struct, array_like=True, kw_only=True):
+    """A copy made before the rows of a Step run: kind is "page", "checkpoint" or "restore"."""
+
+    kind: str
+    source: int
+    target: int
+    group: int = 0
+
+
+class Step(Record):
+    """One forward pass over a ragged batch, the same for all ranks. release: slots set free."""
+
+    id: int
+    rounds: int = 1
+    rows: list[Row] = []
+    release: list[int] = []
+    copy: list[Copy] = []
+
+
+class Sampled(msgspec.Struct, array_like=True, kw_only=True):
+    """What one sampling row gave.
+
+    tokens: 1 + accepted drafts; empty where the slot had finished before this Step.
+    finish: "" | "stop" (a stop id; it is the last of tokens) | "length" | "error".
+    logprobs: for each token, the chosen one's first, as (id, log-probability) pairs.
+    """
+
+    slot: int
+    tokens: list[int] = []
+    finish: str = ""
+    logprobs: list[list[tuple[int, float]]] = []
+    drafted: list[int] = []
+    accepted: list[int] = []
+    prompt_logprobs: list[list[tuple[int, float]]] = []
+    error: str = ""
+
+
+class Result(Record):
+    """What a Step produced. seconds: the time that the worker spent on it."""
+
+    id: int
+    rows: list[Sampled] = []
+    seconds: float = 0.0
+
+
+class Ready(Record):
+    """A worker has loaded `plan` (its id) and waits for Steps."""
+
+    name: str
+    plan: str
+    pages: list[int] = []
+    slots: int = 0
+
+
+class Failed(Record):
+    """A worker cannot go on. step: the Step's id, or -1 when loading."""
+
+    name: str
+    step: int = -1
+    reason: str = ""
+
+
+class Stats(Record):
+    """Counters of a worker; while it loads, "stage" and "fraction" among them."""
+
+    name: str
+    values: dict[str, float | str] = {}
+
+
+class Stop(Record):
+    """The gateway asks a worker to end."""
+
+    reason: str = ""
+
+
+Message = Step | Result | Ready | Failed | Stats | Stop
+
+
+def encode(message: Message) -> list[bytes | memoryview]:
+    """Frames of `message`; arrays are not copied."""
+    frames: list[bytes | memoryview] = [b""]
+
+    def array(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"cannot send a {type(value).__name__}")
+        value = np.ascontiguousarray(value)
+        frames.append(memoryview(value).cast("B") if value.size else b"")
+        return len(frames) - 1, value.dtype.str, value.shape
+
+    body = msgspec.msgpack.Encoder(enc_hook=array).encode(message)
+    frames[0] = bytes([VERSION]) + body
+    return frames
+
+
+def decode(frames: Sequence[bytes | memoryview]) -> Message:
+    """The message in `frames`; arrays are read-only views of them. Raises ProtocolError."""
+
+    def array(kind: type, value: Any) -> Any:
+        index, dtype, shape = value
+        return np.frombuffer(frames[index], np.dtype(dtype)).reshape(shape)
+
+    if not frames or not len(frames[0]):
+        raise ProtocolError("an empty message")
+    if frames[0][0] != VERSION:
+        raise ProtocolError(f"protocol version {frames[0][0]}, but this side speaks {VERSION}")
+    try:
+        decoder = msgspec.msgpack.Decoder(Message, dec_hook=array)
+        return decoder.decode(memoryview(frames[0])[1:])  # type: ignore[no-any-return]
+    except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
+        raise ProtocolError(f"unreadable message: {error}") from error
