@@ -96,8 +96,14 @@ class Ops(Protocol):
         """A persistent array."""
 
     def kv_cache(
-        self, pages: int, kv_heads: int, page_tokens: int, key_dim: int, value_dim: int,
-        key_type: str, value_type: str,
+        self,
+        pages: int,
+        kv_heads: int,
+        page_tokens: int,
+        key_dim: int,
+        value_dim: int,
+        key_type: str,
+        value_type: str,
     ) -> Any:
         """The paged keys and values of one layer (opaque; both for store_kv and attention)."""
 
@@ -123,9 +129,7 @@ class Ops(Protocol):
     def begin(self, batch: Batch, state: SlotState) -> None:
         """For each token with continues[t]: tokens, positions and rope_positions from its slot."""
 
-    def sample(
-        self, logits: Array, batch: Batch, state: SlotState, out: StepOutput
-    ) -> None:
+    def sample(self, logits: Array, batch: Batch, state: SlotState, out: StepOutput) -> None:
         """Choose a token for each row of logits [R, V] by its slot's parameters.
 
         For row i: t = outputs[i], s = slots[t], p = positions[t] + 1 (the new token's position).
@@ -155,8 +159,13 @@ class Ops(Protocol):
         """linear of one x with several weights (q, k, v), in one pass over x."""
 
     def glu(
-        self, x: Array, gate: Weight, up: Weight, activation: str,
-        gate_bias: Weight | None = None, up_bias: Weight | None = None,
+        self,
+        x: Array,
+        gate: Weight,
+        up: Weight,
+        activation: str,
+        gate_bias: Weight | None = None,
+        up_bias: Weight | None = None,
     ) -> Array:
         """activation(gate x) * (up x) -> [T, F]; activation "silu" or "gelu_tanh"."""
 
@@ -167,14 +176,19 @@ class Ops(Protocol):
         """Rotate each head of x [T, H * head_dim] in place; n = angles.shape[1] pairs: "norm"
         (2i, 2i+1), "neox" (i, i + n). Dimensions past 2n pass through."""
 
-    def store_kv(
-        self, cache: Any, k: Array, v: Array, batch: Batch, group: int
-    ) -> None:
+    def store_kv(self, cache: Any, k: Array, v: Array, batch: Batch, group: int) -> None:
         """k [T, Hkv * d], v [T, Hkv * dv] to page pages[group][slot, position // page_tokens]."""
 
     def attention(
-        self, q: Array, cache: Any, batch: Batch, group: int, head_map: Sequence[int],
-        scale: float, window: int = 0, softcap: float = 0.0,
+        self,
+        q: Array,
+        cache: Any,
+        batch: Batch,
+        group: int,
+        head_map: Sequence[int],
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> Array:
         """q [T, H * d] over cache positions 0..positions[t] of each token's slot (store_kv of
         this step first) -> [T, H * dv]. Query head h reads local KV head head_map[h]. window W:

@@ -70,8 +70,12 @@ class Row(msgspec.Struct, array_like=True, kw_only=True):
     sample: bool = True
     drafts: int = 0  # positions reserved for drafts after the last token
     embeds: np.ndarray | None = None  # float32[n, D]: rows of a vision worker instead of tokens
-    rope_positions: np.ndarray | None = None  # int32[axes, n] where they differ from cache positions
-    history: np.ndarray | None = None  # int32: tokens of a reused prefix (penalties, n-grams, drafts)
+    rope_positions: np.ndarray | None = (
+        None  # int32[axes, n] where they differ from cache positions
+    )
+    history: np.ndarray | None = (
+        None  # int32: tokens of a reused prefix (penalties, n-grams, drafts)
+    )
     mask: np.ndarray | None = None  # uint32[ceil(V / 32)]: tokens that a grammar allows
     forced: int = -1  # this token is taken instead of a sampled one
     sampling: Sampling | None = None

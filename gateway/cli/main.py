@@ -1,0 +1,79 @@
+"""The command `voltapile`: a thin dispatcher that imports what a subcommand needs when it runs.
+
+Errors that are the caller's become one line on standard error and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+
+COMMANDS = {
+    "serve": "gateway, worker and HTTP API at once",
+    "plan": "what would run where, and every byte it takes, before loading",
+    "worker": "one worker process alone",
+    "gateway": "the HTTP gateway alone; workers are started separately",
+    "chat": "talk to a running server from the terminal",
+    "bench": "prefill and decode speed, without a server",
+    "score": "perplexity of a text, and KL against another backend or stored logits",
+}
+
+
+def parser_for(command: str) -> argparse.ArgumentParser:
+    """The parser of one subcommand; imports only that subcommand's module."""
+    module = importlib.import_module(f"voltapile.gateway.cli.{command}")
+    parser = argparse.ArgumentParser(
+        prog=f"voltapile {command}",
+        description=COMMANDS[command],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--verbose", action="store_true", help="log more")
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
+    return parser
+
+
+def usage() -> str:
+    lines = [f"  {name:8} {text}" for name, text in COMMANDS.items()]
+    return (
+        "usage: voltapile COMMAND [options]\n\n"
+        + "\n".join(lines)
+        + "\n\n"
+        + ("voltapile COMMAND --help shows its options.\n")
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"voltapile {version('voltapile')}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        print(f"voltapile: no command {arguments[0]!r}\n\n{usage()}", end="", file=sys.stderr)
+        return 2
+    args = parser_for(arguments[0]).parse_args(arguments[1:])
+    logging.basicConfig(
+        level=logging.DEBUG if args.verbose else logging.INFO,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+    )
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, MemoryError) as error:
+        if args.verbose:
+            raise
+        print(f"voltapile: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
