@@ -63,6 +63,7 @@ class Request:
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)  # for each cache group, in order
     is_new: bool = True  # its slot has not been told the sampling parameters yet
+    is_prefilling: bool = True  # its slot has not sampled yet, so its rows carry tokens
 
     def __post_init__(self) -> None:
         self.known = list(self.prompt)

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 VERSION = 1
+MAX_STOP_IDS = 16  # most stop_ids of a Sampling; the device holds that many for each slot
 CONTINUE = np.zeros(0, np.int32)  # tokens of a row that goes on from the token it sampled last
 
 
