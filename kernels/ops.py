@@ -107,6 +107,9 @@ class Ops(Protocol):
     ) -> Any:
         """The paged keys and values of one layer (opaque; both for store_kv and attention)."""
 
+    def copy_page(self, cache: Any, source: int, target: int) -> None:
+        """Copy one page of a kv_cache over another."""
+
     def scope(self) -> AbstractContextManager[None]:
         """Scratch arrays made inside are free again at its end."""
 

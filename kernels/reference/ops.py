@@ -1,0 +1,272 @@
+"""Ops in plain numpy: the truth that the other backends are tested against.
+
+Every method is the shortest correct statement of what kernels/ops.py asks for, in float32 as the
+original models are written; weights are dequantised whole and kept while a byte budget lasts.
+It knows nothing of speed: no scratch memory, no capture, key and value caches always in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import numpy as np
+from voltapile.kernels.ops import Array, Batch, Graph, SlotState, StepOutput, Weight
+from voltapile.kernels.reference.sampling import sample
+
+KEEP_BYTES = 4 << 30  # dequantised weights that are kept
+
+
+@dataclass(eq=False)
+class ReferenceWeight:
+    """A tensor as it lies in the file; dense is its float32 form once it is kept."""
+
+    data: np.ndarray  # uint8, one row of bytes for each row of the matrix
+    type_name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    dense: np.ndarray | None = None
+
+
+@dataclass(eq=False)
+class PagedKV:
+    """Keys and values of one layer: [page, position in page, head, dimension]."""
+
+    keys: np.ndarray
+    values: np.ndarray
+
+
+class ReferenceOps:
+    """See kernels/ops.py for the meaning of every method."""
+
+    name = "reference"
+    captures = False
+
+    def __init__(self, keep_bytes: int = KEEP_BYTES) -> None:
+        self.keep_bytes = keep_bytes
+
+    # --- memory ---------------------------------------------------------------------------
+    def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> ReferenceWeight:
+        rows = data.reshape(-1) if len(shape) == 1 else data.reshape(shape[0], -1)
+        return ReferenceWeight(rows, type_name, tuple(shape), data.nbytes)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def kv_cache(
+        self,
+        pages: int,
+        kv_heads: int,
+        page_tokens: int,
+        key_dim: int,
+        value_dim: int,
+        key_type: str,
+        value_type: str,
+    ) -> PagedKV:
+        shape = pages, page_tokens, kv_heads
+        return PagedKV(
+            np.zeros((*shape, key_dim), np.float32), np.zeros((*shape, value_dim), np.float32)
+        )
+
+    def copy_page(self, cache: PagedKV, source: int, target: int) -> None:
+        cache.keys[target] = cache.keys[source]
+        cache.values[target] = cache.values[source]
+
+    def scope(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reset_scratch(self) -> None:
+        pass
+
+    def upload(self, target: np.ndarray, values: np.ndarray) -> None:
+        assert target.flags.c_contiguous
+        target.reshape(-1)[: values.size] = values.reshape(-1)
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return x.copy()
+
+    def capture(self) -> AbstractContextManager[Graph]:
+        raise AssertionError("the reference does not capture")
+
+    def synchronize(self) -> None:
+        pass
+
+    # --- the ends of a step ---------------------------------------------------------------
+    def begin(self, batch: Batch, state: SlotState) -> None:
+        goes_on = batch.continues != 0
+        slots = batch.slots[goes_on]
+        batch.tokens[goes_on] = state.last_token[slots]
+        batch.positions[goes_on] = state.next_position[slots]
+        batch.rope_positions[goes_on] = state.next_position[slots]
+
+    def sample(self, logits: Array, batch: Batch, state: SlotState, out: StepOutput) -> None:
+        sample(logits, batch, state, out)
+
+    # --- models ---------------------------------------------------------------------------
+    def embed(self, table: Weight, tokens: np.ndarray) -> np.ndarray:
+        table = _own(table)
+        if table.dense is not None:
+            return table.dense[tokens]
+        return dequantize(table.data[tokens], table.type_name)
+
+    def rms_norm(self, x: np.ndarray, weight: Weight, eps: float) -> np.ndarray:
+        mean = np.mean(x * x, axis=-1, keepdims=True)
+        return x / np.sqrt(mean + np.float32(eps)) * self.dense(weight)
+
+    def linear(
+        self,
+        x: np.ndarray,
+        weight: Weight,
+        bias: Weight | None = None,
+        add_to: np.ndarray | None = None,
+    ) -> np.ndarray:
+        y = x @ self.dense(weight).T
+        if bias is not None:
+            y += self.dense(bias)
+        if add_to is None:
+            return y
+        add_to += y
+        return add_to
+
+    def linears(
+        self, x: np.ndarray, weights: Sequence[Weight], biases: Sequence[Weight | None]
+    ) -> tuple[np.ndarray, ...]:
+        return tuple(self.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+    def glu(
+        self,
+        x: np.ndarray,
+        gate: Weight,
+        up: Weight,
+        activation: str,
+        gate_bias: Weight | None = None,
+        up_bias: Weight | None = None,
+    ) -> np.ndarray:
+        return ACTIVATIONS[activation](self.linear(x, gate, gate_bias)) * self.linear(
+            x, up, up_bias
+        )
+
+    def rope_angles(self, positions: np.ndarray, inv_freq: np.ndarray, scale: float) -> np.ndarray:
+        angles = positions.astype(np.float32)[:, None] * inv_freq.astype(np.float32)
+        return np.stack([np.cos(angles), np.sin(angles)], axis=-1) * np.float32(scale)
+
+    def rope_(self, x: np.ndarray, angles: np.ndarray, head_dim: int, layout: str) -> np.ndarray:
+        assert layout in ("norm", "neox"), layout
+        n = angles.shape[1]
+        heads = x.reshape(len(x), -1, head_dim)
+        assert np.shares_memory(heads, x)
+        first, second = (
+            (heads[..., 0 : 2 * n : 2], heads[..., 1 : 2 * n : 2])
+            if layout == "norm"
+            else (heads[..., :n], heads[..., n : 2 * n])
+        )
+        cos, sin = angles[:, None, :, 0], angles[:, None, :, 1]
+        first[...], second[...] = first * cos - second * sin, first * sin + second * cos
+        return x
+
+    def store_kv(
+        self, cache: PagedKV, k: np.ndarray, v: np.ndarray, batch: Batch, group: int
+    ) -> None:
+        page_tokens, heads = cache.keys.shape[1:3]
+        page = batch.pages[group][batch.slots, batch.positions // page_tokens]
+        place = batch.positions % page_tokens
+        cache.keys[page, place] = k.reshape(len(k), heads, -1)
+        cache.values[page, place] = v.reshape(len(v), heads, -1)
+
+    def attention(
+        self,
+        q: np.ndarray,
+        cache: PagedKV,
+        batch: Batch,
+        group: int,
+        head_map: Sequence[int],
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> np.ndarray:
+        heads, key_dim, value_dim = len(head_map), cache.keys.shape[3], cache.values.shape[3]
+        queries = q.reshape(len(q), heads, key_dim)
+        out = np.zeros((len(q), heads, value_dim), np.float32)
+        for start, stop in _rows(batch.slots):
+            positions = batch.positions[start:stop]
+            table = batch.pages[group][batch.slots[start]]
+            keys, values = _read(cache, table, int(positions.max()) + 1)
+            seen = np.arange(len(keys))
+            visible = seen <= positions[:, None]
+            if window:
+                visible &= positions[:, None] - seen < window
+            for h, kv in enumerate(head_map):
+                scores = queries[start:stop, h] @ keys[:, kv].T * np.float32(scale)
+                if softcap:
+                    scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
+                scores = np.where(visible, scores, np.float32(-np.inf))
+                out[start:stop, h] = softmax(scores) @ values[:, kv]
+        return out.reshape(len(q), heads * value_dim)
+
+    def gather(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
+        return x[index]
+
+    def copy(self, x: np.ndarray) -> np.ndarray:
+        return x.copy()
+
+    # --- not in the contract --------------------------------------------------------------
+    def dense(self, weight: Weight) -> np.ndarray:
+        """The float32 form of `weight`."""
+        weight = _own(weight)
+        if weight.dense is not None:
+            return weight.dense
+        dense = dequantize(weight.data, weight.type_name).reshape(weight.shape)
+        if dense.nbytes <= self.keep_bytes:
+            self.keep_bytes -= dense.nbytes
+            weight.dense = dense
+        return dense
+
+
+def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
+    """float32 values of rows of bytes."""
+    kind = gguf.GGMLQuantizationType[type_name]
+    return np.asarray(gguf.quants.dequantize(data, kind), np.float32)
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # exp(-x) of a very negative x is inf, and x / inf is 0
+        return x / (1 + np.exp(-x))
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)
+    return np.float32(0.5) * x * (1 + np.tanh(inner))
+
+
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+
+
+def _own(weight: Weight) -> ReferenceWeight:
+    assert isinstance(weight, ReferenceWeight)
+    return weight
+
+
+def _rows(slots: np.ndarray) -> Iterator[tuple[int, int]]:
+    """The runs of neighbouring tokens that belong to one slot."""
+    borders = np.flatnonzero(np.diff(slots)) + 1
+    edges = [0, *borders.tolist(), len(slots)]
+    return itertools.pairwise(edges)
+
+
+def _read(cache: PagedKV, table: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [length, heads, dimension] of the first `length` positions of a slot."""
+    page_tokens = cache.keys.shape[1]
+    pages = table[: -(-length // page_tokens)]
+    return (
+        cache.keys[pages].reshape(-1, *cache.keys.shape[2:])[:length],
+        cache.values[pages].reshape(-1, *cache.values.shape[2:])[:length],
+    )

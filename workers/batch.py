@@ -1,0 +1,73 @@
+"""From the rows of a Step to the arrays of a Batch.
+
+One packed array crosses to the device for each step, whatever its size; the Batch is made of
+views of it, so that a recorded step of n tokens finds its arrays at the same place each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from voltapile.kernels.ops import Array, Batch, Ops
+from voltapile.workers.protocol import Row
+
+FIELDS = 5  # tokens, slots, positions, rope positions, continues; then the outputs
+
+
+class BatchBuffer:
+    """The device's packed array and its twin on the host."""
+
+    def __init__(self, ops: Ops, max_tokens: int, pages: tuple[Array, ...]) -> None:
+        self.ops, self.max_tokens, self.pages = ops, max_tokens, pages
+        self.device = ops.zeros(((FIELDS + 1) * max_tokens,), np.int32)
+        self.host = np.zeros((FIELDS + 1) * max_tokens, np.int32)
+
+    def views(self, tokens: int, outputs: int) -> Batch:
+        """The Batch of a step of that size, as the device sees it."""
+        assert outputs <= tokens <= self.max_tokens, f"{tokens} tokens, {self.max_tokens} planned"
+        fields = [self.device[i * tokens : (i + 1) * tokens] for i in range(FIELDS)]
+        sampled = self.device[FIELDS * tokens : FIELDS * tokens + outputs]
+        return Batch(*fields, outputs=sampled, pages=self.pages)
+
+    def fill(self, rows: Sequence[Row], padding: int = 0, padding_slot: int = 0) -> Batch:
+        """Upload `rows`, then `padding` rows that continue the padding slot."""
+        counts = [max(1, len(row.tokens)) for row in rows]
+        size = sum(counts) + padding
+        fields = self.host[: FIELDS * size].reshape(FIELDS, size)
+        outputs = self.host[FIELDS * size :]
+        end = sampled = 0
+        for row, count in zip(rows, counts, strict=True):
+            _write(fields[:, end : end + count], row)
+            end += count
+            if row.sample:
+                outputs[sampled] = end - 1
+                sampled += 1
+        fields[:, end:] = [[0], [padding_slot], [0], [0], [1]]
+        outputs[sampled : sampled + padding] = np.arange(end, size)
+        sampled += padding
+        batch = self.views(size, sampled)
+        self.ops.upload(self.device, self.host[: FIELDS * size + sampled])
+        return batch
+
+    def fill_all_outputs(self, slot: int, tokens: np.ndarray, start: int) -> Batch:
+        """Upload one row with an output after each of its tokens (prompt probabilities)."""
+        size = len(tokens)
+        _write(
+            self.host[: FIELDS * size].reshape(FIELDS, size),
+            Row(slot=slot, start=start, tokens=tokens),
+        )
+        self.host[FIELDS * size : (FIELDS + 1) * size] = np.arange(size)
+        batch = self.views(size, size)
+        self.ops.upload(self.device, self.host[: (FIELDS + 1) * size])
+        return batch
+
+
+def _write(fields: np.ndarray, row: Row) -> None:
+    """Fill the columns of one row. A row without tokens continues."""
+    tokens, slots, positions, rope_positions, continues = fields
+    slots[:] = row.slot
+    continues[:] = len(row.tokens) == 0
+    tokens[:] = row.tokens if len(row.tokens) else 0
+    positions[:] = np.arange(row.start, row.start + len(tokens))
+    rope_positions[:] = positions if row.rope_positions is None else row.rope_positions[0]

@@ -1,0 +1,193 @@
+"""Engine: one rank's model, caches and recorded steps; runs a Step and gives its Result.
+
+Allocates what the Plan says when it loads and nothing afterwards; decides nothing: which rows,
+pages and slots a Step uses was decided by the gateway. Knows no socket and no clock but its own
+stop-watch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from voltapile.kernels.ops import FINISH_NAMES, NOT_FINITE, Batch, Graph, Ops, StepOutput
+from voltapile.shm.gguf import Gguf
+from voltapile.topology.plan import Plan
+from voltapile.topology.spec import spec_of
+from voltapile.workers.batch import BatchBuffer
+from voltapile.workers.caches import Caches
+from voltapile.workers.models.registry import model_class
+from voltapile.workers.protocol import Result, Row, Sampled, Step
+from voltapile.workers.weights import FileWeights
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]  # stage, fraction
+
+
+class Engine:
+    """`load` first, then `run` for each Step."""
+
+    def __init__(self, plan: Plan, ops: Ops, gguf: Gguf, rank: int = 0) -> None:
+        self.plan, self.ops, self.gguf, self.rank = plan, ops, gguf, rank
+        self.most_outputs = max([plan.slots, *plan.buckets])
+
+    def load(self, progress: Progress = lambda stage, fraction: None) -> None:
+        """Build the model, allocate caches, record the decode steps."""
+        spec = spec_of(self.gguf)
+        weights = FileWeights(self.gguf, self.ops, lambda f: progress("weights", f))
+        self.model = model_class(spec.architecture)(spec, weights, self.ops)
+        self.layers = spec.layers
+        progress("caches", 0.0)
+        self.caches = Caches(self.plan, self.ops)
+        most_tokens = max(self.plan.batch_tokens, self.most_outputs)
+        self.buffer = BatchBuffer(self.ops, most_tokens, self.caches.pages)
+        self.out = StepOutput(
+            tokens=self.ops.zeros((self.most_outputs,), np.int32),
+            finish=self.ops.zeros((self.most_outputs,), np.int32),
+            logprobs=self.ops.zeros((self.most_outputs,), np.float32),
+        )
+        self.graphs: dict[int, Graph] = {}
+        if self.ops.captures:
+            for done, rows in enumerate(sorted(self.plan.buckets)):
+                progress("capture", done / len(self.plan.buckets))
+                self.graphs[rows] = self._record(rows)
+        progress("ready", 1.0)
+
+    def run(self, step: Step) -> Result:
+        """Compute one Step."""
+        began = time.perf_counter()
+        assert step.rounds == 1, "several rounds in one Step are not built yet"
+        self._apply(step)
+        rows: list[Sampled] = []
+        if step.rows:
+            batch = self._compute(step.rows)
+            rows = self._answers(step.rows, batch)
+        return Result(id=step.id, rows=rows, seconds=time.perf_counter() - began)
+
+    def prompt_logits(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
+        """float32 [n, V] pieces of the logits after each of `tokens`, from an empty slot 0.
+
+        For measurements: nothing else may be running.
+        """
+        assert len(tokens) <= self.plan.context, f"{len(tokens)} tokens, {self.plan.context} fit"
+        self.caches.release(0)
+        self.caches.append(0, first_pages(self.plan, len(tokens)))
+        for start in range(0, len(tokens), self.plan.batch_tokens):
+            self.ops.reset_scratch()
+            chunk = tokens[start : start + self.plan.batch_tokens]
+            batch = self.buffer.fill_all_outputs(0, chunk, start)
+            hidden, _ = self.model.forward(batch, self.caches.layers)
+            for first in range(0, len(chunk), self.most_outputs):
+                with self.ops.scope():
+                    logits = self.model.head(hidden[first : first + self.most_outputs])
+                    yield self.ops.to_host(logits)
+        self.caches.release(0)
+
+    def _apply(self, step: Step) -> None:
+        """Everything of a Step that comes before its rows are computed."""
+        for slot in step.release:
+            self.caches.release(slot)
+        for copy in step.copy:
+            self.caches.copy(copy)
+        for row in step.rows:
+            assert row.embeds is None, "vision rows are not built yet"
+            assert row.mask is None, "grammar masks are not built yet"
+            assert row.forced < 0, "forced tokens are not built yet"
+            if row.sampling is not None:
+                self.caches.begin_request(row.slot, row.sampling)
+            self.caches.append(row.slot, row.pages)
+
+    def _compute(self, rows: Sequence[Row]) -> Batch:
+        """Run the rows: replay a recorded step if all of them are one token, else run eagerly."""
+        if all(row.sample and len(row.tokens) <= 1 for row in rows):
+            bucket = min((n for n in self.graphs if n >= len(rows)), default=0)
+            if bucket:
+                padding = bucket - len(rows)
+                batch = self.buffer.fill(rows, padding, self.caches.padding_slot)
+                self.graphs[bucket].replay()
+                return batch
+        batch = self.buffer.fill(rows)
+        self.ops.reset_scratch()
+        self._forward(batch)
+        return batch
+
+    def _record(self, rows: int) -> Graph:
+        batch = self.buffer.fill([], rows, self.caches.padding_slot)
+        self.ops.reset_scratch()
+        with self.ops.capture() as graph:
+            self._forward(batch)
+        return graph
+
+    def _forward(self, batch: Batch) -> None:
+        self.ops.begin(batch, self.caches.state)
+        hidden, _ = self.model.forward(batch, self.caches.layers)
+        count = len(batch.outputs)
+        if count:
+            out = StepOutput(
+                self.out.tokens[:count], self.out.finish[:count], self.out.logprobs[:count]
+            )
+            self.ops.sample(self.model.head(hidden), batch, self.caches.state, out)
+
+    def _answers(self, rows: Sequence[Row], batch: Batch) -> list[Sampled]:
+        sampling = [row for row in rows if row.sample]
+        if not sampling:
+            self.ops.synchronize()
+            return []
+        tokens = self.ops.to_host(self.out.tokens).tolist()
+        finish = self.ops.to_host(self.out.finish).tolist()
+        logprobs = self.ops.to_host(self.out.logprobs).tolist()
+        answers = []
+        for i, row in enumerate(sampling):
+            answer = Sampled(slot=row.slot, finish=FINISH_NAMES[finish[i]])
+            if tokens[i] >= 0:
+                answer.tokens = [tokens[i]]
+                if row.want is not None and row.want.logprobs >= 0:
+                    answer.logprobs = [[(tokens[i], logprobs[i])]]
+            answers.append(answer)
+        bad = [i for i in range(len(sampling)) if finish[i] == NOT_FINITE]
+        for i, error in zip(bad, self._explain(batch, bad), strict=True):
+            answers[i].error = error
+        return answers
+
+    def _explain(self, batch: Batch, bad: list[int]) -> list[str]:
+        """Where the non-finite logits of some outputs come from."""
+        if not bad:
+            return []
+        host = [self.ops.to_host(x) for x in (batch.tokens, batch.slots, batch.positions)]
+        last = self.ops.to_host(batch.outputs)[bad]
+        return [
+            f"rank {self.rank}: non-finite logits ({self._first_bad_place(token, slot, position)})"
+            for token, slot, position in zip(*(x[last].tolist() for x in host), strict=True)
+        ]
+
+    def _first_bad_place(self, token: int, slot: int, position: int) -> str:
+        """Compute one token again, halving the range of layers where it may have gone wrong.
+
+        Its keys and values are written once more, unchanged; nothing else is touched.
+        """
+        row = Row(slot=slot, start=position, tokens=np.array([token], np.int32))
+
+        def is_bad(boundary: int) -> bool:
+            batch = self.buffer.fill([row])
+            self.ops.reset_scratch()
+            _, tapped = self.model.forward(batch, self.caches.layers, (boundary,))
+            return not np.isfinite(self.ops.to_host(tapped[boundary])).all()
+
+        low, high = 0, self.layers + 1
+        while low < high:
+            middle = (low + high) // 2
+            if is_bad(middle):
+                high = middle
+            else:
+                low = middle + 1
+        if low > self.layers:
+            return "in the output head"
+        return f"in layer {low - 1}" if low else "in the embedding"
+
+
+def first_pages(plan: Plan, tokens: int) -> list[list[int]]:
+    """The first pages of each group that hold `tokens` positions; page 0 is the trash page."""
+    return [list(range(1, 1 + -(-tokens // group.page_tokens))) for group in plan.caches]

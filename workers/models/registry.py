@@ -1,0 +1,16 @@
+"""Which class builds which architecture: one line for each file of this folder."""
+
+from __future__ import annotations
+
+from voltapile.workers.models.blocks import Model
+from voltapile.workers.models.llama import Llama
+
+MODELS: dict[str, type[Model]] = {"llama": Llama}
+
+
+def model_class(architecture: str) -> type[Model]:
+    """Raises ValueError for an architecture that no file here describes."""
+    if architecture not in MODELS:
+        known = ", ".join(sorted(MODELS))
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {known}")
+    return MODELS[architecture]

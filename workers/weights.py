@@ -1,0 +1,59 @@
+"""Hands a model its tensors: bytes of the mapped file, in the backend's form, by GGUF name.
+
+Knows files and Ops, not models. Tells how far loading is, as a fraction of the file's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from voltapile.kernels.ops import Ops, Weight
+from voltapile.shm.gguf import Gguf
+
+
+class FileWeights:
+    """The Weights of workers/models/blocks.py over one file, for one rank that owns it all."""
+
+    def __init__(
+        self, gguf: Gguf, ops: Ops, progress: Callable[[float], None] = lambda fraction: None
+    ) -> None:
+        self.gguf, self.ops, self.progress = gguf, ops, progress
+        self.total = max(1, sum(tensor.nbytes for tensor in gguf.tensors.values()))
+        self.done = 0
+
+    def __call__(self, name: str) -> Weight:
+        if name not in self.gguf.tensors:
+            raise ValueError(f"{self.gguf.path}: tensor {name!r} is missing")
+        return self._take(name, self.gguf.data(name), self.gguf.tensors[name].shape)
+
+    def optional(self, name: str) -> Weight | None:
+        return self(name) if self.has(name) else None
+
+    def rows(self, name: str, start: int, stop: int) -> Weight | None:
+        """Rows of a matrix or elements of a vector; None if there is no such tensor."""
+        if not self.has(name):
+            return None
+        shape = self.gguf.tensors[name].shape
+        if not 0 <= start < stop <= shape[0]:
+            raise ValueError(f"{self.gguf.path}: {name!r} has {shape[0]} rows, not {stop}")
+        data = self.gguf.data(name).reshape(shape[0], -1)[start:stop].reshape(-1)
+        return self._take(name, data, (stop - start, *shape[1:]))
+
+    def has(self, name: str) -> bool:
+        return name in self.gguf.tensors
+
+    def host(self, name: str) -> np.ndarray:
+        """float32 values of a small tensor."""
+        tensor = self.gguf.tensors[name]
+        data = self.gguf.data(name).reshape(tensor.shape[0], -1)
+        kind = GGMLQuantizationType[tensor.type_name]
+        return np.asarray(dequantize(data, kind), np.float32).reshape(tensor.shape)
+
+    def _take(self, name: str, data: np.ndarray, shape: tuple[int, ...]) -> Weight:
+        weight = self.ops.weight(data, self.gguf.tensors[name].type_name, shape)
+        self.done += data.nbytes
+        self.progress(min(1.0, self.done / self.total))
+        return weight
