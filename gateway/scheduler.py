@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-
 from voltapile.gateway.pages import PagePool
 from voltapile.gateway.request import Chunk, Refused, Request, State
 from voltapile.topology.plan import Plan
@@ -103,7 +102,7 @@ class Scheduler:
         return request
 
     def reset(self) -> None:
-        """The workers were lost: nothing is in flight, no slot or page is used, nothing computed."""
+        """The workers were lost: nothing is in flight, held or computed."""
         for request in reversed(self.running):
             self._leave_slot(request, State.WAITING)
             self.waiting.appendleft(request)
