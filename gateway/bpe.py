@@ -1,4 +1,4 @@
-"""The two kinds of BPE vocabulary (`tokenizer.ggml.model`) in the terms of the `tokenizers` library.
+"""The two kinds of BPE vocabulary (`tokenizer.ggml.model`), told to the `tokenizers` library.
 
 `gpt2` spells every byte as a printable character and cuts text with the regular expressions of
 pretokenizers.py; `llama` is SentencePiece, where a merge is worth its token's score. This file
@@ -95,9 +95,7 @@ def _unspell(vocabulary: Vocabulary) -> list[bytes]:
 
 def _sentencepiece(vocabulary: Vocabulary) -> Bpe:
     if not len(vocabulary.scores):
-        raise TokenizerError(
-            "tokenizer.ggml.model is 'llama', but tokenizer.ggml.scores is missing"
-        )
+        raise TokenizerError("tokenizer.ggml.model 'llama' needs the key tokenizer.ggml.scores")
     ids = vocabulary.text_to_id()
     unknown = vocabulary.unknown_id if vocabulary.unknown_id is not None else 0
     prefix = vocabulary.add_space_prefix is not False
@@ -126,13 +124,12 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
         vocabulary.tokens[i]: float(vocabulary.scores[i])
         for i in reversed(vocabulary.of_kind(NORMAL, USER_DEFINED))
     }
-    merges = [
+    return [
         (left, right)
         for text in sorted(scores, key=scores.__getitem__, reverse=True)
         for left, right in ((text[:cut], text[cut:]) for cut in range(1, len(text)))
         if left in scores and right in scores
     ]
-    return merges
 
 
 def _unescape(vocabulary: Vocabulary) -> list[bytes]:

@@ -14,7 +14,7 @@ from typing import Any
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 _END_TEXTS = frozenset(
-    [
+    {
         "<|eot_id|>",
         "<|im_end|>",
         "<|end|>",
@@ -36,7 +36,7 @@ _END_TEXTS = frozenset(
         "<turn|>",
         "<|tool_response>",
         "<｜end▁of▁sentence｜>",
-    ]
+    }
 )
 _END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
