@@ -26,9 +26,16 @@ class BatchBuffer:
     def views(self, tokens: int, outputs: int) -> Batch:
         """The Batch of a step of that size, as the device sees it."""
         assert outputs <= tokens <= self.max_tokens, f"{tokens} tokens, {self.max_tokens} planned"
-        fields = [self.device[i * tokens : (i + 1) * tokens] for i in range(FIELDS)]
-        sampled = self.device[FIELDS * tokens : FIELDS * tokens + outputs]
-        return Batch(*fields, outputs=sampled, pages=self.pages)
+        parts = [self.device[i * tokens : (i + 1) * tokens] for i in range(FIELDS)]
+        return Batch(
+            tokens=parts[0],
+            slots=parts[1],
+            positions=parts[2],
+            rope_positions=parts[3],
+            continues=parts[4],
+            outputs=self.device[FIELDS * tokens : FIELDS * tokens + outputs],
+            pages=self.pages,
+        )
 
     def fill(self, rows: Sequence[Row], padding: int = 0, padding_slot: int = 0) -> Batch:
         """Upload `rows`, then `padding` rows that continue the padding slot."""

@@ -33,6 +33,7 @@ class Engine:
     def __init__(self, plan: Plan, ops: Ops, gguf: Gguf, rank: int = 0) -> None:
         self.plan, self.ops, self.gguf, self.rank = plan, ops, gguf, rank
         self.most_outputs = max([plan.slots, *plan.buckets])
+        self.wants_logprobs = [False] * plan.slots
 
     def load(self, progress: Progress = lambda stage, fraction: None) -> None:
         """Build the model, allocate caches, record the decode steps."""
@@ -98,6 +99,7 @@ class Engine:
             assert row.forced < 0, "forced tokens are not built yet"
             if row.sampling is not None:
                 self.caches.begin_request(row.slot, row.sampling)
+                self.wants_logprobs[row.slot] = row.want is not None and row.want.logprobs >= 0
             self.caches.append(row.slot, row.pages)
 
     def _compute(self, rows: Sequence[Row]) -> Batch:
@@ -144,7 +146,7 @@ class Engine:
             answer = Sampled(slot=row.slot, finish=FINISH_NAMES[finish[i]])
             if tokens[i] >= 0:
                 answer.tokens = [tokens[i]]
-                if row.want is not None and row.want.logprobs >= 0:
+                if self.wants_logprobs[row.slot]:
                     answer.logprobs = [[(tokens[i], logprobs[i])]]
             answers.append(answer)
         bad = [i for i in range(len(sampling)) if finish[i] == NOT_FINITE]

@@ -190,6 +190,6 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
         raise ProtocolError(f"protocol version {frames[0][0]}, but this side speaks {VERSION}")
     try:
         decoder = msgspec.msgpack.Decoder(Message, dec_hook=array)
-        return decoder.decode(memoryview(frames[0])[1:])  # type: ignore[no-any-return]
+        return decoder.decode(memoryview(frames[0])[1:])
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
         raise ProtocolError(f"unreadable message: {error}") from error

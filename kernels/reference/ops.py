@@ -86,7 +86,7 @@ class ReferenceOps:
         assert target.flags.c_contiguous
         target.reshape(-1)[: values.size] = values.reshape(-1)
 
-    def to_host(self, x: np.ndarray) -> np.ndarray:
+    def to_host(self, x: np.ndarray) -> Array:
         return x.copy()
 
     def capture(self) -> AbstractContextManager[Graph]:
@@ -107,13 +107,13 @@ class ReferenceOps:
         sample(logits, batch, state, out)
 
     # --- models ---------------------------------------------------------------------------
-    def embed(self, table: Weight, tokens: np.ndarray) -> np.ndarray:
+    def embed(self, table: Weight, tokens: np.ndarray) -> Array:
         table = _own(table)
         if table.dense is not None:
             return table.dense[tokens]
         return dequantize(table.data[tokens], table.type_name)
 
-    def rms_norm(self, x: np.ndarray, weight: Weight, eps: float) -> np.ndarray:
+    def rms_norm(self, x: np.ndarray, weight: Weight, eps: float) -> Array:
         mean = np.mean(x * x, axis=-1, keepdims=True)
         return x / np.sqrt(mean + np.float32(eps)) * self.dense(weight)
 
@@ -123,7 +123,7 @@ class ReferenceOps:
         weight: Weight,
         bias: Weight | None = None,
         add_to: np.ndarray | None = None,
-    ) -> np.ndarray:
+    ) -> Array:
         y = x @ self.dense(weight).T
         if bias is not None:
             y += self.dense(bias)
@@ -145,16 +145,16 @@ class ReferenceOps:
         activation: str,
         gate_bias: Weight | None = None,
         up_bias: Weight | None = None,
-    ) -> np.ndarray:
+    ) -> Array:
         return ACTIVATIONS[activation](self.linear(x, gate, gate_bias)) * self.linear(
             x, up, up_bias
         )
 
-    def rope_angles(self, positions: np.ndarray, inv_freq: np.ndarray, scale: float) -> np.ndarray:
+    def rope_angles(self, positions: np.ndarray, inv_freq: np.ndarray, scale: float) -> Array:
         angles = positions.astype(np.float32)[:, None] * inv_freq.astype(np.float32)
         return np.stack([np.cos(angles), np.sin(angles)], axis=-1) * np.float32(scale)
 
-    def rope_(self, x: np.ndarray, angles: np.ndarray, head_dim: int, layout: str) -> np.ndarray:
+    def rope_(self, x: np.ndarray, angles: np.ndarray, head_dim: int, layout: str) -> Array:
         assert layout in ("norm", "neox"), layout
         n = angles.shape[1]
         heads = x.reshape(len(x), -1, head_dim)
@@ -187,7 +187,7 @@ class ReferenceOps:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-    ) -> np.ndarray:
+    ) -> Array:
         heads, key_dim, value_dim = len(head_map), cache.keys.shape[3], cache.values.shape[3]
         queries = q.reshape(len(q), heads, key_dim)
         out = np.zeros((len(q), heads, value_dim), np.float32)
@@ -207,14 +207,14 @@ class ReferenceOps:
                 out[start:stop, h] = softmax(scores) @ values[:, kv]
         return out.reshape(len(q), heads * value_dim)
 
-    def gather(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
+    def gather(self, x: np.ndarray, index: np.ndarray) -> Array:
         return x[index]
 
-    def copy(self, x: np.ndarray) -> np.ndarray:
+    def copy(self, x: np.ndarray) -> Array:
         return x.copy()
 
     # --- not in the contract --------------------------------------------------------------
-    def dense(self, weight: Weight) -> np.ndarray:
+    def dense(self, weight: Weight) -> Array:
         """The float32 form of `weight`."""
         weight = _own(weight)
         if weight.dense is not None:
@@ -226,23 +226,23 @@ class ReferenceOps:
         return dense
 
 
-def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
+def dequantize(data: np.ndarray, type_name: str) -> Array:
     """float32 values of rows of bytes."""
     kind = gguf.GGMLQuantizationType[type_name]
     return np.asarray(gguf.quants.dequantize(data, kind), np.float32)
 
 
-def softmax(scores: np.ndarray) -> np.ndarray:
+def softmax(scores: np.ndarray) -> Array:
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def silu(x: np.ndarray) -> np.ndarray:
+def silu(x: np.ndarray) -> Array:
     with np.errstate(over="ignore"):  # exp(-x) of a very negative x is inf, and x / inf is 0
         return x / (1 + np.exp(-x))
 
 
-def gelu_tanh(x: np.ndarray) -> np.ndarray:
+def gelu_tanh(x: np.ndarray) -> Array:
     inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)
     return np.float32(0.5) * x * (1 + np.tanh(inner))
 
