@@ -1,0 +1,47 @@
+"""A worker's Step log: the frames of each Step as they came, each preceded by its length.
+
+A worker is a fold over this log: whoever runs the same Plan over it gets the same tokens.
+Layout, little endian: per Step a u32 count of frames, then for each a u32 length and its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+_U32 = struct.Struct("<I")
+
+
+class _TornError(Exception):
+    """The log ends inside a Step."""
+
+
+def write(file: BinaryIO, frames: Sequence[bytes | memoryview]) -> None:
+    """Append one Step."""
+    file.write(_U32.pack(len(frames)))
+    for frame in frames:
+        file.write(_U32.pack(len(frame)))
+        file.write(frame)
+
+
+def read(file: BinaryIO) -> Iterator[list[bytes]]:
+    """The frames of each Step; an unfinished last one (the worker died) is left out."""
+    while True:
+        try:
+            count = _number(file)
+            frames = [_take(file, _number(file)) for _ in range(count)]
+        except _TornError:
+            return
+        yield frames
+
+
+def _number(file: BinaryIO) -> int:
+    return int(_U32.unpack(_take(file, _U32.size))[0])
+
+
+def _take(file: BinaryIO, length: int) -> bytes:
+    data = file.read(length)
+    if len(data) < length:
+        raise _TornError
+    return data
