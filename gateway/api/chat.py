@@ -1,0 +1,40 @@
+"""POST /v1/chat/completions: a conversation through the model's chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+from voltapile.gateway.api.answer import answer
+from voltapile.gateway.api.generate import Delta, Generation, Outcome
+from voltapile.gateway.api.prompt import chat_prompt
+from voltapile.gateway.api.schema import chat_request
+from voltapile.gateway.api.services import SERVICES, off_loop
+
+
+class ChatShape:
+    id_prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, outcome: Outcome) -> dict[str, Any]:
+        message = {"role": "assistant", "content": outcome.text}
+        return {"index": outcome.index, "message": message, "finish_reason": outcome.finish}
+
+    def events(self, delta: Delta) -> list[dict[str, Any]]:
+        """The role comes with the first token, so that the first event is the first token's."""
+        content: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
+        content["content"] = delta.text
+        events = [{"index": delta.index, "delta": content, "finish_reason": None}]
+        if delta.finish:
+            events.append({"index": delta.index, "delta": {}, "finish_reason": delta.finish})
+        return events
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    services = request.app[SERVICES]
+    body = await request.read()
+    chat = await off_loop(len(body), chat_request, body)
+    prompt = await chat_prompt(services, chat)
+    generation = Generation(services, prompt, chat.options)
+    return await answer(request, services, ChatShape(), [generation], chat.options)

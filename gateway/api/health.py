@@ -1,0 +1,32 @@
+"""GET /health and /metrics: for load balancers, supervisors and Prometheus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+from voltapile.gateway.api.errors import json_response
+from voltapile.gateway.api.services import SERVICES
+from voltapile.gateway.engine import EngineUnavailable, Health
+from voltapile.gateway.metrics import CONTENT_TYPE
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 when the engine takes requests, else 503 and why."""
+    now = request.app[SERVICES].engine.health
+    if now.status == "ok":
+        return json_response({"status": "ok"})
+    retry = {"Retry-After": str(EngineUnavailable("").retry_after)}
+    return json_response(_reasons(now), status=503, headers=retry)
+
+
+async def metrics_text(request: web.Request) -> web.Response:
+    body = request.app[SERVICES].metrics.render()
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+
+def _reasons(now: Health) -> dict[str, Any]:
+    if now.status == "failed":
+        return {"status": "failed", "reason": now.reason}
+    body = {"status": now.status, "stage": now.stage, "fraction": now.fraction}
+    return body | ({"reason": now.reason} if now.reason else {})

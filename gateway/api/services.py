@@ -1,0 +1,53 @@
+"""Services: what every handler needs, under one typed key of the application.
+
+It makes nothing and owns nothing; app.py fills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from aiohttp import web
+from voltapile.gateway.engine import Engine
+from voltapile.gateway.metrics import Metrics
+from voltapile.gateway.template import ChatTemplate
+from voltapile.gateway.tokenizer import Tokenizer
+from voltapile.topology.plan import Plan
+
+if TYPE_CHECKING:
+    from voltapile.gateway.api.generate import Generation
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OFF_LOOP_BYTES = 16 << 10  # input from which parsing, rendering and tokenising leave the event loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """template None: the model has no chat template."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    plan: Plan
+    metrics: Metrics
+    api_keys: tuple[str, ...] = ()
+    keepalive_seconds: float = 15.0  # an SSE comment after so long without an event
+    write_seconds: float = 60.0  # a client that takes nothing for so long is gone
+    started: int = field(default_factory=lambda: int(time.time()))
+    live: set[Generation] = field(default_factory=set)  # interrupted at shutdown
+
+
+SERVICES = web.AppKey("services", Services)
+
+
+async def off_loop(size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """`function(*args)`, in a thread when `size` bytes of input would hold up the event loop."""
+    if size < OFF_LOOP_BYTES:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)

@@ -1,0 +1,99 @@
+"""EventStream: a response of server-sent events.
+
+Writes one event or several at once, a comment when nothing was sent for a while (proxies close
+idle connections), and gives up on a client that takes nothing. It does not know what it sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+from voltapile.gateway.api import codec
+from voltapile.gateway.api.errors import from_exception
+
+log = logging.getLogger(__name__)
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+}
+COMMENT = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream:
+    """async with EventStream(request, ...) as events: await events.send({...})
+
+    An exception inside becomes an error event, as the status has been sent. A client that leaves
+    or does not read ends the block silently; `response` is what the handler returns.
+    """
+
+    def __init__(
+        self, request: web.Request, *, keepalive_seconds: float, write_seconds: float
+    ) -> None:
+        self.response = web.StreamResponse(headers=HEADERS)
+        self._request = request
+        self._keepalive_seconds = keepalive_seconds
+        self._write_seconds = write_seconds
+        self._loop = asyncio.get_running_loop()
+        self._sent = self._loop.time()
+
+    async def __aenter__(self) -> Self:
+        await self.response.prepare(self._request)
+        self._keepalive = asyncio.create_task(self._comments())
+        return self
+
+    async def send(self, *payloads: Any) -> None:
+        """One event for each payload, in one write."""
+        await self._write(b"".join(_event(payload) for payload in payloads))
+
+    async def done(self) -> None:
+        await self._write(DONE)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self._keepalive.cancel()
+        if isinstance(error, ConnectionError):
+            return True
+        if not isinstance(error, Exception):
+            return False  # no error at all, or a cancellation
+        try:
+            await self.send(from_exception(error).body())
+        except ConnectionError:
+            log.debug("nobody was left to tell: %s", error)
+        return True
+
+    async def _write(self, data: bytes) -> None:
+        self._sent = self._loop.time()
+        try:
+            async with asyncio.timeout(self._write_seconds):
+                await self.response.write(data)
+        except TimeoutError as error:
+            log.warning("a client did not read for %g s; closing", self._write_seconds)
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client does not read") from error
+
+    async def _comments(self) -> None:
+        while True:
+            wait = self._sent + self._keepalive_seconds - self._loop.time()
+            if wait > 0:
+                await asyncio.sleep(wait)
+                continue
+            try:
+                await self._write(COMMENT)
+            except ConnectionError:
+                return  # the stream itself will find out
+
+
+def _event(payload: Any) -> bytes:
+    return b"data: " + codec.dumps(payload) + b"\n\n"
