@@ -1,11 +1,22 @@
 """What this computer has: CPU nodes, cores, memory, (later) GPUs and links. JSON round trip.
 
 Probing only reads /sys and /proc; a written Machine plans for a computer that one does not own.
+Counts what this process may use: its CPU affinity and the limits of its control groups.
 """
 
 from __future__ import annotations
 
+import os
+import platform
+from collections.abc import Collection
+from pathlib import Path
+
 import msgspec
+from voltapile.topology.cgroup import cpu_limit, memory_limit
+
+
+class MachineError(ValueError):
+    """A Machine's JSON that cannot be read."""
 
 
 class CpuNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +36,117 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     arch: str  # platform.machine(): "x86_64", "ppc64le"
     cpu: str  # model name, for people
-    nodes: list[CpuNode]
+    nodes: list[CpuNode]  # those with a CPU that this process may use
     memory_bytes: int
     available_bytes: int
+    cpu_limit: float = 0.0  # CPUs' worth of time that a control group allows; 0: no limit
+
+
+def probe(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Machine:
+    """This computer. root: another place of /sys and /proc; allowed: CPUs instead of affinity."""
+    usable = os.sched_getaffinity(0) if allowed is None else set(allowed)
+    memory = _meminfo(_text(root / "proc/meminfo"))
+    total, available = memory.get("MemTotal", 0), memory.get("MemAvailable", 0)
+    limit = memory_limit(root)
+    if limit is not None:
+        total, available = min(total, limit.total), min(available, limit.available)
+    return Machine(
+        name=platform.node(),
+        arch=platform.machine(),
+        cpu=_cpu_name(_text(root / "proc/cpuinfo")),
+        nodes=_nodes(root, usable, total, available),
+        memory_bytes=total,
+        available_bytes=available,
+        cpu_limit=cpu_limit(root),
+    )
+
+
+def load(path: str | os.PathLike[str]) -> Machine:
+    """A Machine that `save` wrote. Raises MachineError."""
+    try:
+        machine = msgspec.json.decode(Path(path).read_bytes(), type=Machine)
+    except OSError as error:
+        raise MachineError(f"{os.fspath(path)}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise MachineError(f"{os.fspath(path)}: not a machine: {error}") from None
+    if machine.version != 1 or not any(node.cpus for node in machine.nodes):
+        raise MachineError(f"{os.fspath(path)}: expected a machine of version 1 with CPUs")
+    return machine
+
+
+def save(machine: Machine, path: str | os.PathLike[str]) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(machine)) + b"\n")
+
+
+def parse_cpus(text: str) -> list[int]:
+    """The numbers in a kernel list, e.g. "0-3,8" -> [0, 1, 2, 3, 8]."""
+    numbers: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _text(path: Path) -> str:
+    """A file's text; "" where it is missing, as in many containers."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _meminfo(text: str) -> dict[str, int]:
+    """Bytes by name, of /proc/meminfo or of a node's ("Node 0 MemTotal: 8 kB")."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if words and words[0].isdigit():
+            found[name.split()[-1]] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
+    return found
+
+
+def _cpu_name(cpuinfo: str) -> str:
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "cpu", "Model"):
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _nodes(root: Path, usable: set[int], total: int, available: int) -> list[CpuNode]:
+    nodes = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        mine = [cpu for cpu in parse_cpus(_text(folder / "cpulist")) if cpu in usable]
+        if not mine:  # a node of memory alone, or one that is not ours
+            continue
+        memory = _meminfo(_text(folder / "meminfo"))
+        cpus, cores = _cores_first(root, mine)
+        node_total = min(memory.get("MemTotal", total), total)
+        free = memory.get("MemFree", available) + memory.get("FilePages", 0)
+        nodes.append(
+            CpuNode(
+                id=int(folder.name.removeprefix("node")),
+                cpus=cpus,
+                cores=cores,
+                memory_bytes=node_total,
+                free_bytes=min(free, node_total, available),
+            )
+        )
+    if nodes:
+        return sorted(nodes, key=lambda node: node.id)
+    cpus, cores = _cores_first(root, sorted(usable))
+    return [CpuNode(id=0, cpus=cpus, cores=cores, memory_bytes=total, free_bytes=available)]
+
+
+def _cores_first(root: Path, cpus: list[int]) -> tuple[list[int], int]:
+    """One CPU of each core, then the siblings; and the number of cores."""
+    seen: set[tuple[int, ...]] = set()
+    first: list[int] = []
+    siblings: list[int] = []
+    for cpu in sorted(cpus):
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        core = tuple(parse_cpus(_text(topology / "thread_siblings_list"))) or (cpu,)
+        (siblings if core in seen else first).append(cpu)
+        seen.add(core)
+    return first + siblings, len(first)

@@ -2,11 +2,35 @@
 
 `plan()` is a pure function of (Spec, tensors, Machine, Backend, options). Workers allocate exactly
 what the Plan says; running out of memory is a message here, before anything is loaded.
+
+Two things stand outside what requests get. Page 0 of every cache group is the trash page: it counts
+in `pages`, is never handed out, and takes what padding writes. Slot number `slots` is the padding
+slot: slot arrays have slots + 1 rows, and the rows that fill up a captured step use the last one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
 import msgspec
+from voltapile.shm.gguf import Tensor
+from voltapile.topology.endpoint import default_endpoint
+from voltapile.topology.machine import Machine
+from voltapile.topology.memory import PlanError, Sizes, row_bytes, sizes
+from voltapile.topology.spec import CacheNeed, Spec
+
+__all__ = ["Backend", "Options", "Plan", "PlanError", "from_json", "largest_context", "plan"]
+
+DEFAULT_SLOTS = 4
+LEAST_CONTEXT = 512  # a smaller one is only planned when asked for
+CHUNK = 64  # prefill chunks end at multiples of it
+STEPS_IN_FLIGHT = 2
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +56,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     cache_type_k: str = ""
     cache_type_v: str = ""
     margin_bytes: int = 256 << 20
-    endpoint: str = ""  # ZeroMQ address of the gateway; "" means an ipc socket of its own
+    endpoint: str = ""  # ZeroMQ address of the gateway; "" means an ipc socket named by the Plan
+    alias: str = ""  # the name that clients see; "" means the file's
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,3 +119,260 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tensors: dict[str, Placement]
     choices: dict[str, str] = {}  # everything that changes bits, named
     warnings: list[str] = []
+
+
+class TensorTable(Protocol):
+    """What planning needs of a Gguf."""
+
+    @property
+    def paths(self) -> Sequence[str]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+
+def plan(
+    spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
+) -> Plan:
+    """The Plan of one CPU rank. Raises PlanError."""
+    _check(options)
+    warnings: list[str] = []
+    tensors = _tensors(gguf, backend)
+    node, cpus = _cpus(machine, options.threads, warnings)
+    slots = options.slots or DEFAULT_SLOTS
+    groups, budget = _budget(spec, gguf, machine, backend, options)
+    context, pages = _context(spec, budget, slots, options, warnings)
+    if options.batch_tokens < CHUNK + slots:
+        warnings.append(
+            f"-b {options.batch_tokens} has no room for {slots} slots beside a chunk of {CHUNK}"
+        )
+    kv_bytes = pages * budget.sizes.page
+    rank = RankPlan(
+        rank=0,
+        device="cpu",
+        node=node,
+        cpus=cpus,
+        threads=len(cpus),
+        memory={
+            "weights": 0,
+            "kv": kv_bytes,
+            "scratch": budget.sizes.scratch,
+            "slots": budget.sizes.slots + pages * budget.sizes.table,
+            "reserve": budget.sizes.reserve,
+        },
+        mapped_bytes=budget.mapped,
+    )
+    rows = min(slots, backend.max_decode_rows) if backend.captures else 0
+    return _sealed(
+        Plan(
+            model=[os.path.abspath(path) for path in gguf.paths],
+            alias=options.alias or _alias(gguf.paths[0]),
+            architecture=spec.architecture,
+            backend=backend.name,
+            endpoint=options.endpoint,
+            context=context,
+            slots=slots,
+            batch_tokens=options.batch_tokens,
+            buckets=list(range(1, rows + 1)),
+            steps_in_flight=STEPS_IN_FLIGHT,
+            answer_rank=0,
+            ranks=[rank],
+            caches=[msgspec.structs.replace(group, pages=pages) for group in groups],
+            tensors=tensors,
+            choices={
+                "cache_type_k": groups[0].key_type,
+                "cache_type_v": groups[0].value_type,
+                "prefill_chunk": str(CHUNK),
+            },
+            warnings=warnings,
+        )
+    )
+
+
+def largest_context(
+    spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
+) -> int:
+    """Most tokens that one request could use here; 0 if the model does not fit at all."""
+    _check(options)
+    return _budget(spec, gguf, machine, backend, options)[1].largest
+
+
+def plan_id(plan: Plan) -> str:
+    """The digest of everything but the id. The default address carries the digest of a Plan without
+    an address, so it stands for none."""
+    bare = _digest(msgspec.structs.replace(plan, id="", endpoint=""))
+    if not plan.endpoint or plan.endpoint.endswith(f"/{bare}.sock"):
+        return bare
+    return _digest(msgspec.structs.replace(plan, id=""))
+
+
+def to_json(plan: Plan) -> bytes:
+    return msgspec.json.encode(plan)
+
+
+def from_json(data: bytes | str) -> Plan:
+    """A Plan that `to_json` wrote, unchanged. Raises PlanError."""
+    try:
+        found = msgspec.json.decode(data, type=Plan)
+    except msgspec.DecodeError as error:
+        raise PlanError(f"not a plan: {error}") from None
+    if found.version != 1:
+        raise PlanError(f"found a plan of version {found.version}, expected 1")
+    if found.id != plan_id(found):
+        raise PlanError(f"plan {found.id} has been changed: its digest is {plan_id(found)}")
+    return found
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """Memory against what it is needed for."""
+
+    sizes: Sizes
+    available: int  # margin taken off
+    margin: int
+    mapped: int
+    page_tokens: int
+
+    def columns(self, resident: bool) -> int:
+        """Pages of every group that fit beside the trash page; resident: beside the file too."""
+        left = self.available - self.sizes.fixed - (self.mapped if resident else 0)
+        return max(0, left // (self.sizes.page + self.sizes.table) - 1)
+
+    @property
+    def largest(self) -> int:
+        return self.columns(resident=False) * self.page_tokens
+
+
+def _check(options: Options) -> None:
+    """Numbers that a caller may have got wrong."""
+    limits = {
+        "-c": (options.context, 0),
+        "-np": (options.slots, 0),
+        "-t": (options.threads, 0),
+        "-b": (options.batch_tokens, 1),
+    }
+    for option, (value, least) in limits.items():
+        if not least <= value < 2**31:
+            raise PlanError(f"{option} {value}: expected {least} to 2^31 - 1")
+
+
+def _budget(
+    spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
+) -> tuple[list[CacheGroup], _Budget]:
+    default = next(iter(backend.kv_types))  # the backend lists the one it likes best first
+    key_type, value_type = options.cache_type_k or default, options.cache_type_v or default
+    groups = [_cache_group(need, backend, key_type, value_type) for need in spec.caches]
+    slots = options.slots or DEFAULT_SLOTS
+    mapped = sum(tensor.nbytes for tensor in gguf.tensors.values())
+    if mapped > machine.memory_bytes:
+        raise PlanError(
+            f"the model's tensors take {_show(mapped)}, but this machine has "
+            f"{_show(machine.memory_bytes)} of memory in all: take a smaller model or quantisation"
+        )
+    found = sizes(spec, backend, groups, slots, options.batch_tokens)
+    available = machine.available_bytes - options.margin_bytes
+    return groups, _Budget(found, available, options.margin_bytes, mapped, backend.page_tokens)
+
+
+def _context(
+    spec: Spec, budget: _Budget, slots: int, options: Options, warnings: list[str]
+) -> tuple[int, int]:
+    """Context of one request, and pages of each group: at least one full context, up to `slots`
+    of them where memory allows, the mapped file's pages counted as taken."""
+    beside_file = budget.columns(resident=True) * budget.page_tokens
+    least = min(spec.context, LEAST_CONTEXT)
+    if options.context:
+        context = options.context
+        if context > spec.context:
+            warnings.append(f"-c {context} is more than the trained context of {spec.context}")
+    else:
+        context = min(spec.context, max(beside_file, least))
+    if context > budget.largest:
+        raise PlanError(_shortage(budget, context, options))
+    if context > beside_file:
+        warnings.append(
+            f"the model's {_show(budget.mapped)} do not stay in memory beside the rest; parts of "
+            "it will be read from disk again and again"
+        )
+    one = -(-context // budget.page_tokens)
+    return context, 1 + max(one, min(slots * one, budget.columns(resident=True)))
+
+
+def _shortage(budget: _Budget, context: int, options: Options) -> str:
+    kv = (-(-context // budget.page_tokens) + 1) * (budget.sizes.page + budget.sizes.table)
+    needed = kv + budget.sizes.fixed
+    advice = f"use -c {budget.largest} or less" if budget.largest else "use a smaller -b or -np"
+    if budget.largest and not options.cache_type_k:
+        advice += ", or a smaller cache type (-ctk, -ctv)"
+    return (
+        f"not enough memory: {_show(needed)} needed (cache for a context of {context} "
+        f"{_show(kv)}, scratch {_show(budget.sizes.scratch)}, slots {_show(budget.sizes.slots)}, "
+        f"reserve {_show(budget.sizes.reserve)}), but {_show(max(0, budget.available))} available "
+        f"({_show(budget.margin)} kept free): {advice}"
+    )
+
+
+def _cache_group(need: CacheNeed, backend: Backend, key_type: str, value_type: str) -> CacheGroup:
+    head = row_bytes(backend, "-ctk", key_type, need.key_dim)
+    head += row_bytes(backend, "-ctv", value_type, need.value_dim)
+    return CacheGroup(
+        kind=need.kind,
+        layers=list(need.layers),
+        kv_heads=need.kv_heads,
+        key_dim=need.key_dim,
+        value_dim=need.value_dim,
+        window=need.window,
+        key_type=key_type,
+        value_type=value_type,
+        page_tokens=backend.page_tokens,
+        page_bytes=backend.page_tokens * len(need.layers) * need.kv_heads * head,
+        pages=0,
+    )
+
+
+def _tensors(gguf: TensorTable, backend: Backend) -> dict[str, Placement]:
+    """Every tensor stays in the mapped file."""
+    placed = {}
+    for name, tensor in gguf.tensors.items():
+        if tensor.type_name not in backend.formats:
+            raise PlanError(
+                f"tensor {name!r} has type {tensor.type_name}, which the {backend.name} backend "
+                f"cannot compute with; supported: {', '.join(backend.formats)}"
+            )
+        placed[name] = Placement(
+            tier="mapped", ranks=[0], bytes=tensor.nbytes, type=tensor.type_name
+        )
+    return placed
+
+
+def _cpus(machine: Machine, wanted: int, warnings: list[str]) -> tuple[int, list[int]]:
+    """A node, and one CPU for each thread: its cores, other nodes' cores, then siblings."""
+    home = max(machine.nodes, key=lambda node: (node.cores, node.free_bytes, -node.id))
+    nodes = [home, *(node for node in machine.nodes if node is not home)]
+    order = [cpu for node in nodes for cpu in node.cpus[: node.cores]]
+    order += [cpu for node in nodes for cpu in node.cpus[node.cores :]]
+    if not wanted:
+        limit = max(1, int(machine.cpu_limit)) if machine.cpu_limit else home.cores
+        return home.id, order[: min(limit, home.cores)]
+    if wanted > len(order):
+        warnings.append(f"-t {wanted}: this process may use {len(order)} CPUs")
+    return home.id, order[:wanted]
+
+
+def _alias(path: str) -> str:
+    return re.sub(r"(-00001-of-\d{5})?\.gguf$", "", Path(path).name)
+
+
+def _sealed(unsealed: Plan) -> Plan:
+    """With its id, and the address that follows from it."""
+    found = plan_id(unsealed)
+    endpoint = unsealed.endpoint or default_endpoint(found)
+    return msgspec.structs.replace(unsealed, id=found, endpoint=endpoint)
+
+
+def _digest(plan: Plan) -> str:
+    return hashlib.sha256(msgspec.json.encode(plan, order="sorted")).hexdigest()[:16]
+
+
+def _show(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -219,16 +219,19 @@ def _llama(keys: _Keys) -> tuple[Spec, Shapes]:
             ),
         ),
     )
-    return spec, _llama_tensors(spec)
+    return spec, _llama_tensors(spec, gguf)
 
 
-def _llama_tensors(spec: Spec) -> Shapes:
+def _llama_tensors(spec: Spec, gguf: Gguf) -> Shapes:
     q_rows, k_rows = spec.heads * spec.key_dim, spec.kv_heads * spec.key_dim
     v_rows, o_columns = spec.kv_heads * spec.value_dim, spec.heads * spec.value_dim
-    matrices = {
+    split = {
         "attn_q": (q_rows, spec.width),
         "attn_k": (k_rows, spec.width),
         "attn_v": (v_rows, spec.width),
+    }
+    fused = {"attn_qkv": (q_rows + k_rows + v_rows, spec.width)}
+    matrices = {
         "attn_output": (spec.width, o_columns),
         "ffn_gate": (spec.ffn, spec.width),
         "ffn_up": (spec.ffn, spec.width),
@@ -238,12 +241,15 @@ def _llama_tensors(spec: Spec) -> Shapes:
         "token_embd.weight": ((spec.vocab, spec.width), True),
         "output_norm.weight": ((spec.width,), True),
         "output.weight": ((spec.vocab, spec.width), not spec.tied),
+        "output.bias": ((spec.vocab,), False),
         "rope_freqs.weight": ((spec.rope.dims // 2,), False),
     }
     for layer in range(spec.layers):
+        is_fused = f"blk.{layer}.attn_qkv.weight" in gguf.tensors
         for norm in ("attn_norm", "ffn_norm"):
             shapes[f"blk.{layer}.{norm}.weight"] = (spec.width,), True
-        for name, shape in matrices.items():
+        attention = fused if is_fused else split
+        for name, shape in (attention | matrices).items():
             shapes[f"blk.{layer}.{name}.weight"] = shape, True
             shapes[f"blk.{layer}.{name}.bias"] = shape[:1], False
     return shapes

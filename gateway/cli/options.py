@@ -1,0 +1,61 @@
+"""The options that several subcommands share: which model, how much of it, on what.
+
+Named as llama-server's where they mean the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from voltapile.topology.plan import Plan
+
+DEFAULT_BACKEND = "cpu"
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Everything that goes into a Plan."""
+    add = parser.add_argument
+    add("-m", "--model", required=True, metavar="FILE", help="GGUF file, or any shard of one")
+    add("-c", "--ctx-size", type=int, default=0, metavar="N",
+        help="tokens that one request may use; 0: as trained, if that fits")  # fmt: skip
+    add("-np", "--parallel", type=int, default=0, metavar="N",
+        help="requests computed at once; 0: choose")  # fmt: skip
+    add("-t", "--threads", type=int, default=0, metavar="N",
+        help="CPU threads; 0: one for each core of a node")  # fmt: skip
+    add("-b", "--batch-size", type=int, default=512, metavar="N",
+        help="most tokens of one step")  # fmt: skip
+    add("-ctk", "--cache-type-k", default="", metavar="TYPE", help="type of the cached keys")
+    add("-ctv", "--cache-type-v", default="", metavar="TYPE", help="type of the cached values")
+    add("-a", "--alias", default="", metavar="NAME", help="the model's name for clients")
+    add("--backend", default=DEFAULT_BACKEND, choices=("cpu", "reference"), help="who computes")
+    add("--machine", default=None, metavar="FILE", help="plan for the machine in this JSON file")
+
+
+def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
+    """The Plan that the options ask for. Raises GgufError, SpecError, MachineError, PlanError.
+
+    endpoint: ZeroMQ address; without one it follows from the Plan, so that a gateway and a worker
+    started apart with the same options meet.
+    """
+    from voltapile.kernels.backend import describe
+    from voltapile.shm.gguf import Gguf
+    from voltapile.topology import machine
+    from voltapile.topology.plan import Backend, Options, plan
+    from voltapile.topology.spec import spec_of
+
+    options = Options(
+        context=args.ctx_size,
+        slots=args.parallel,
+        threads=args.threads,
+        batch_tokens=args.batch_size,
+        cache_type_k=args.cache_type_k,
+        cache_type_v=args.cache_type_v,
+        endpoint=endpoint or getattr(args, "endpoint", None) or "",
+        alias=args.alias,
+    )
+    with Gguf.open(Path(args.model).expanduser()) as gguf:
+        computer = machine.load(args.machine) if args.machine else machine.probe()
+        return plan(spec_of(gguf), gguf, computer, Backend(**describe(args.backend)), options)
