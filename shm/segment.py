@@ -1,0 +1,173 @@
+"""Segment: a named piece of shared host memory; NUMA placement and huge pages on request.
+
+A file in /dev/shm that only its user can open. The creator holds a lock on it while it lives, so
+that whatever is left of a killed one is recognised and removed by the next create. Knows nothing
+of what lies inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from voltapile.shm import numa
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path("/dev/shm")
+PREFIX = "voltapile-"
+HUGE_PAGE = 2 << 20
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+
+class SegmentError(OSError):
+    """Shared memory that cannot be made or found."""
+
+
+class Segment:
+    """`create` on one side, `open` on the others."""
+
+    def __init__(self, path: Path, descriptor: int, mapped: mmap.mmap, is_owner: bool) -> None:
+        self.path = path
+        self.is_owner = is_owner
+        self.nbytes = len(mapped)
+        self._descriptor = descriptor  # the owner's keeps its lock
+        self._map = mapped
+        self._bytes: np.ndarray | None = np.frombuffer(mapped, np.uint8)
+
+    @classmethod
+    def create(
+        cls, plan_id: str, name: str, nbytes: int, *, nodes: Sequence[int] = (), huge: bool = False
+    ) -> Segment:
+        """Zeroed memory. nodes: bind to one CPU node or interleave over several. huge: ask for
+        huge pages. Raises SegmentError, also when memory is short."""
+        assert nbytes > 0
+        remove_stale()
+        path = _path(plan_id, name)
+        descriptor = _create_locked(path)
+        size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE if huge else nbytes
+        try:
+            os.ftruncate(descriptor, size)
+            mapped = mmap.mmap(descriptor, size)
+            # Policy and huge pages first: they rule the pages that fallocate takes.
+            segment = cls(path, descriptor, mapped, is_owner=True)
+            if nodes:
+                numa.place(segment.address, size, nodes)
+            if huge:
+                _advise_huge(mapped, path)
+            # Taken now, since touching what tmpfs cannot give later would kill the process.
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise SegmentError(f"{path}: {size} bytes of shared memory: {error.strerror}") from None
+        return segment
+
+    @classmethod
+    def open(cls, plan_id: str, name: str, nbytes: int) -> Segment:
+        """What another process created with at least `nbytes`. Raises SegmentError."""
+        path = _path(plan_id, name)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SegmentError(f"{path}: {error.strerror}") from None
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < nbytes:
+                raise SegmentError(f"{path}: found {size} bytes, expected at least {nbytes}")
+            mapped = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        return cls(path, -1, mapped, is_owner=False)
+
+    @property
+    def address(self) -> int:
+        """Where the memory lies in this process."""
+        return int(self.array(np.uint8, (self.nbytes,)).ctypes.data)
+
+    def array(self, dtype: Any, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
+        """A view of the memory; it keeps the mapping alive."""
+        assert self._bytes is not None, "the segment has been closed"
+        kind = np.dtype(dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        assert 0 <= offset <= offset + count * kind.itemsize <= self.nbytes, "outside the segment"
+        view: np.ndarray = self._bytes[offset : offset + count * kind.itemsize]
+        return view.view(kind).reshape(shape)
+
+    def unlink(self) -> None:
+        """Remove the name; the memory lives on while someone has it mapped."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of the memory (views of it stay valid); the owner removes the name too."""
+        if self._bytes is None:
+            return
+        self._bytes = None
+        if self.is_owner:
+            self.unlink()
+            os.close(self._descriptor)
+        with contextlib.suppress(BufferError):  # a view is still in use
+            self._map.close()
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def remove_stale() -> list[str]:
+    """Remove this user's segments whose creators have died; returns their names."""
+    removed = []
+    for path in FOLDER.glob(f"{PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        try:
+            if os.fstat(descriptor).st_uid == os.getuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
+        except OSError:
+            pass  # its creator lives
+        finally:
+            os.close(descriptor)
+    if removed:
+        log.info("removed shared memory of dead processes: %s", ", ".join(removed))
+    return removed
+
+
+def _path(plan_id: str, name: str) -> Path:
+    assert _NAME.fullmatch(plan_id), plan_id
+    assert _NAME.fullmatch(name), name
+    return FOLDER / f"{PREFIX}{plan_id}-{name}"
+
+
+def _create_locked(path: Path) -> int:
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            raise SegmentError(f"{path}: another running process has this segment") from None
+        except OSError as error:
+            raise SegmentError(f"{path}: {error.strerror}") from None
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # a remove_stale came between open and lock
+
+
+def _advise_huge(mapped: mmap.mmap, path: Path) -> None:
+    try:
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        log.info("%s: no huge pages: %s", path, error.strerror)
