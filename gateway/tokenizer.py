@@ -36,7 +36,8 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         parts = bpe.build(vocabulary)
-        self._vocabulary = vocabulary
+        self._texts = vocabulary.tokens
+        self._kinds = bytes(vocabulary.kinds)  # the merges are not kept twice
         self._bytes = parts.token_bytes
         self._strips_prefix = parts.strips_prefix
         self.bos_id = vocabulary.bos_id
@@ -101,12 +102,12 @@ class Tokenizer:
     def piece(self, token: int) -> str:
         """The token's text as the file spells it."""
         self._check(token)
-        return self._vocabulary.tokens[token]
+        return self._texts[token]
 
     def is_special(self, token: int) -> bool:
         """True for control and unknown tokens, which are no part of an answer's text."""
         self._check(token)
-        return self._vocabulary.kinds[token] in (CONTROL, UNKNOWN)
+        return self._kinds[token] in (CONTROL, UNKNOWN)
 
     def _check(self, token: int) -> None:
         if not 0 <= token < len(self._bytes):

@@ -76,6 +76,10 @@ class Vocabulary:
             )
         kinds = [int(kind) for kind in _get(metadata, "token_type", [NORMAL] * len(tokens))]
         _check_length("token_type", len(kinds), len(tokens))
+        if not {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}.issuperset(kinds):
+            raise TokenizerError(
+                f"tokenizer.ggml.token_type holds {sorted(set(kinds))}; known kinds are 1 to 6"
+            )
         scores = _get(metadata, "scores", ())
         if len(scores):
             _check_length("scores", len(scores), len(tokens))
