@@ -46,7 +46,6 @@ _HEAD = np.dtype(
 )
 _RANK = np.dtype(
     {
-        # fmt: off
         "names": [
             "heartbeat",
             "pid",
@@ -58,7 +57,6 @@ _RANK = np.dtype(
             "stage",
             "handles",
         ],
-        # fmt: on
         "formats": ["<u8", "<u4", "<u4", "<i8", "<i4", "<f8", "<u4", "V188", "V3584"],
         "offsets": [0, 8, 12, 16, 24, 32, 64, 68, 512],
         "itemsize": _STRIDE,

@@ -99,8 +99,9 @@ class Segment:
         kind = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
         assert 0 <= offset <= offset + count * kind.itemsize <= self.nbytes, "outside the segment"
-        view: np.ndarray = self._bytes[offset : offset + count * kind.itemsize]
-        return view.view(kind).reshape(shape)
+        part = self._bytes[offset : offset + count * kind.itemsize]
+        typed: np.ndarray = part.view(kind).reshape(shape)
+        return typed
 
     def unlink(self) -> None:
         """Remove the name; the memory lives on while someone has it mapped."""
