@@ -7,20 +7,53 @@ go on when a worker is ready again. Knows token ids only: no text, no HTTP.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Self
 
+import zmq
+import zmq.asyncio
 from voltapile.gateway.request import Chunk, Refused, Request
+from voltapile.gateway.scheduler import Scheduler
+from voltapile.gateway.stream import Stream
+from voltapile.gateway.supervisor import Restarts, Supervisor
+from voltapile.topology.endpoint import prepare
 from voltapile.topology.plan import Plan
-from voltapile.workers.protocol import Sampling, Want
+from voltapile.workers.protocol import (
+    Failed,
+    Message,
+    ProtocolError,
+    Ready,
+    Result,
+    Sampling,
+    Stats,
+    Stop,
+    Want,
+    decode,
+    encode,
+)
 
 __all__ = ["Chunk", "Engine", "EngineStats", "EngineUnavailable", "Health", "Refused", "Stream"]
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5  # what a client that gets 503 is told
+RACE_SECONDS = 2.0  # a Ready that crossed the first Step on its way is at most this late
+WATCH_SECONDS = 0.25
+LAST_WORDS_SECONDS = 0.05  # a dead worker's last message may still be on its way
+LOADING_SECONDS = 60.0  # longest silence while a worker starts and loads
+SILENT_STEP_SECONDS = 600.0  # longest Step of a worker that has no heartbeat
+
+HeartbeatAge = Callable[[], float | None]  # seconds; None: no worker has a heartbeat yet
 
 
 class EngineUnavailable(Exception):
     """No worker can take new requests now (HTTP 503). retry_after: seconds."""
 
-    def __init__(self, reason: str, retry_after: int = 5) -> None:
+    def __init__(self, reason: str, retry_after: int = RETRY_SECONDS) -> None:
         super().__init__(reason)
         self.retry_after = retry_after
 
@@ -51,43 +84,292 @@ class EngineStats:
     pages_total: int = 0
 
 
-class Stream:
-    """An asynchronous iterator of Chunk; the last one has a finish. Chunks that nobody took yet
-    are merged, so a slow reader costs nothing."""
-
-    request: Request
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        """The reader has left: slot and pages are free within one step. Safe to call always."""
-        raise NotImplementedError
-
-
 class Engine:
-    """async with Engine(plan) as engine: ..."""
+    """async with Engine(plan) as engine: ...
 
-    def __init__(self, plan: Plan) -> None:
+    supervisor None: the workers are started by someone else. heartbeat_age tells how long ago
+    the quietest rank wrote its timestamp (Board); more than heartbeat_seconds is a dead rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        supervisor: Supervisor | None = None,
+        heartbeat_age: HeartbeatAge = lambda: None,
+        heartbeat_seconds: float = 5.0,
+        restarts: Restarts | None = None,
+    ) -> None:
         self.plan = plan
+        self._supervisor = supervisor
+        self._heartbeat_age = heartbeat_age
+        self._heartbeat_seconds = heartbeat_seconds
+        self._restarts = restarts or Restarts()
+        self._scheduler = Scheduler(plan)
+        self._streams: dict[int, Stream] = {}
+        self._names = [f"text-{rank.rank}" for rank in plan.ranks]
+        self._answers = f"text-{plan.answer_rank}"
+        self._ready: dict[str, int] = {}  # name -> instance
+        self._health = Health("loading", "waiting for the worker")
+        self._stats = EngineStats()
+        self._sent_at = 0.0  # when the oldest Step in flight left
+        self._alive_at = time.monotonic()  # when workers were started or ready
+        self._has_answered = False  # a Result came since the workers were ready
+        self._was_ready = False
+        self._failure = ""  # what the workers said before they ended
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        raise NotImplementedError
+        prepare(self.plan.endpoint)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 200)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a new worker takes the name of a dead one
+        try:
+            self._socket.bind(self.plan.endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(f"cannot listen at {self.plan.endpoint}: {error}") from error
+        self._tasks = [
+            asyncio.create_task(self._receive()),
+            asyncio.create_task(self._watch()),
+        ]
+        if self._supervisor is not None:
+            self._tasks.append(asyncio.create_task(self._keep_alive(self._supervisor)))
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+        return self
 
     async def __aexit__(self, *exc: object) -> None:
-        raise NotImplementedError
+        for request in self._scheduler.clear():
+            self._end(request, Chunk(finish="cancelled"))
+        self._health = Health("loading", "stopping")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._send(Stop(reason="the gateway ends"))
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+        self._context.destroy(linger=200)
+
+    # --- what the HTTP layer calls --------------------------------------------------------
 
     def submit(self, prompt: list[int], sampling: Sampling, want: Want | None = None) -> Stream:
         """Start a generation. Raises Refused or EngineUnavailable. sampling.max_position is
         len(prompt) + max_tokens; it is cut to the context."""
-        raise NotImplementedError
+        if self._health.status != "ok":
+            raise EngineUnavailable(self._unavailable())
+        request = self._scheduler.add(prompt, sampling, want)
+        stream = self._streams[request.id] = Stream(request, self._cancel)
+        self._stats.requests += 1
+        self._stats.prompt_tokens += len(prompt)
+        # Later in this turn of the loop, so that requests that come together share a Step.
+        asyncio.get_running_loop().call_soon(self._pump)
+        return stream
 
     @property
     def health(self) -> Health:
-        raise NotImplementedError
+        return self._health
 
     def stats(self) -> EngineStats:
-        raise NotImplementedError
+        return replace(
+            self._stats,
+            preemptions=self._scheduler.preemptions,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            pages_free=sum(pool.free for pool in self._scheduler.pools),
+            pages_total=sum(pool.total for pool in self._scheduler.pools),
+        )
+
+    def _unavailable(self) -> str:
+        health = self._health
+        if health.status == "failed":
+            return f"the model is not available: {health.reason}"
+        return f"the model is loading ({health.stage}, {health.fraction:.0%})"
+
+    # --- streams --------------------------------------------------------------------------
+
+    def _cancel(self, request: Request) -> None:
+        if self._scheduler.cancel(request.id) is not None:
+            self._end(request, Chunk(finish="cancelled"))
+            self._pump()
+
+    def _end(self, request: Request, chunk: Chunk) -> None:
+        self._streams.pop(request.id).put(chunk)
+
+    def _deliver(self, chunks: list[tuple[Request, Chunk]]) -> None:
+        for request, chunk in chunks:
+            self._stats.generated_tokens += len(chunk.tokens)
+            if chunk.finish:
+                self._end(request, chunk)
+            else:
+                self._streams[request.id].put(chunk)
+
+    # --- steps out, messages in -----------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Send Steps until enough are in flight. Step n + 1 leaves before Result n is here."""
+        while self._health.status == "ok" and (step := self._scheduler.schedule()) is not None:
+            if len(self._scheduler.in_flight) == 1:
+                self._sent_at = time.monotonic()
+            self._send(step)
+
+    def _send(self, message: Message) -> None:
+        # Without a limit on the queue a send never waits, so its future is done already; what is
+        # sent to nobody is dropped, and _watch or a new Ready finds that out.
+        frames = encode(message)
+        for name in self._names:
+            self._socket.send_multipart([name.encode(), *frames])
+
+    async def _receive(self) -> None:
+        while True:
+            sender, *frames = await self._socket.recv_multipart()
+            name = sender.decode(errors="replace")
+            if name not in self._names:
+                log.warning("a message from %r, which is not in the plan", name)
+                continue
+            try:
+                self._handle(name, decode(frames))
+            except ProtocolError as error:
+                self._lose(f"{name} does not speak as agreed: {error}")
+
+    def _handle(self, name: str, message: Message) -> None:
+        match message:
+            case Result():
+                if name == self._answers:
+                    self._take(message)
+            case Ready():
+                self._take_ready(name, message)
+            case Stats():
+                if name not in self._ready and self._health.status == "loading":
+                    self._progress(message)
+            case Failed():
+                self._take_failed(name, message)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} from a worker")
+
+    def _take(self, result: Result) -> None:
+        oldest = self._scheduler.in_flight[0].step if self._scheduler.in_flight else -1
+        chunks = self._scheduler.apply(result)
+        if result.id == oldest:
+            self._has_answered = True
+            self._sent_at = time.monotonic()
+            self._stats.steps += 1
+            self._stats.step_seconds = result.seconds
+            self._stats.busy_seconds += result.seconds
+        self._pump()
+        self._deliver(chunks)
+
+    def _progress(self, stats: Stats) -> None:
+        stage, fraction = stats.values.get("stage"), stats.values.get("fraction")
+        if isinstance(stage, str) and isinstance(fraction, int | float):
+            self._health = replace(self._health, stage=stage, fraction=float(fraction))
+
+    # --- workers come and go --------------------------------------------------------------
+
+    def _take_ready(self, name: str, ready: Ready) -> None:
+        if ready.plan != self.plan.id:
+            reason = f"{name} runs plan {ready.plan}, and the gateway plan {self.plan.id}"
+            if not self._ready:
+                self._give_up(reason)
+            self._send(Stop(reason=reason))
+            return
+        if name in self._ready and not self._is_news(name, ready):
+            return
+        self._ready[name] = ready.instance
+        if len(self._ready) == len(self._names):
+            self._health = Health("ok")
+            self._has_answered, self._was_ready, self._failure = False, True, ""
+            self._alive_at = time.monotonic()
+            self._pump()
+
+    def _is_news(self, name: str, ready: Ready) -> bool:
+        """A worker that is ready says so until it gets a Step, and again when it lost its slots."""
+        is_same = ready.instance == self._ready[name]
+        if is_same and not self._scheduler.in_flight:
+            self._has_answered = False
+            return False
+        waited = self._step_seconds(time.monotonic())
+        if is_same and not self._has_answered and waited < RACE_SECONDS:
+            return False  # it crossed the first Step on its way
+        self._reset(f"{name} was started again" if not is_same else f"{name} lost its slots")
+        return True
+
+    def _take_failed(self, name: str, failed: Failed) -> None:
+        self._failure = failed.reason or f"{name} failed without a reason"
+        if failed.step < 0 and not self._was_ready:
+            self._give_up(self._failure)  # what cannot be loaded now cannot be loaded later
+        else:
+            self._lose(self._failure)
+
+    def _reset(self, reason: str) -> None:
+        log.warning("worker lost: %s", reason)
+        self._stats.restarts += 1
+        self._scheduler.reset()
+        self._ready.clear()
+        self._health = Health("loading", "restarting", 0.0, reason)
+
+    def _lose(self, reason: str) -> None:
+        """The workers are of no use any more: running requests wait for the next ones."""
+        if self._health.status == "failed":
+            return
+        self._failure = reason
+        self._reset(reason)
+        if self._supervisor is not None:
+            self._supervisor.kill()
+        else:
+            self._send(Stop(reason=reason))
+
+    def _give_up(self, reason: str) -> None:
+        """Open streams end with an error; only a worker that someone else starts can help."""
+        log.error("the engine failed: %s", reason)
+        self._ready.clear()
+        self._health = Health("failed", reason=reason)
+        if self._supervisor is not None:
+            self._supervisor.kill()
+        for request in self._scheduler.clear():
+            self._end(request, Chunk(finish="error", error=reason))
+
+    async def _keep_alive(self, supervisor: Supervisor) -> None:
+        """Start the workers, and start them again when they end."""
+        while self._health.status != "failed":
+            self._failure, self._alive_at = "", time.monotonic()
+            try:
+                await supervisor.start()
+                reason = await supervisor.wait()
+                await asyncio.sleep(LAST_WORDS_SECONDS)
+            except OSError as error:
+                reason = f"cannot start the worker: {error}"
+            if not self._failure:  # nobody has noticed yet
+                self._lose(reason)
+            pause = self._restarts.next_pause(time.monotonic())
+            if pause is not None:
+                await asyncio.sleep(pause)
+            elif self._health.status != "failed":
+                self._give_up(self._failure)
+
+    async def _watch(self) -> None:
+        """Find ranks that neither end nor go on."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            age = self._heartbeat_age()
+            silent = 0.0 if age is None else min(age, now - self._alive_at)
+            if not self._ready:
+                if self._supervisor is not None and silent > LOADING_SECONDS:
+                    self._lose(f"no sign of life from a loading worker for {silent:.0f} s")
+            elif silent > self._heartbeat_seconds:
+                self._lose(f"no sign of life from a worker for {silent:.1f} s")
+            elif age is None and self._step_seconds(now) > SILENT_STEP_SECONDS:
+                self._lose(f"no result from the workers for {self._step_seconds(now):.0f} s")
+
+    def _step_seconds(self, now: float) -> float:
+        """How long the oldest Step in flight has been on its way."""
+        return now - self._sent_at if self._scheduler.in_flight else 0.0
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Our own mistake; say it and answer everybody rather than hang."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the engine's task ended", exc_info=error)
+            self._give_up(f"internal error: {error!r}")

@@ -102,7 +102,10 @@ class Scheduler:
         return request
 
     def reset(self) -> None:
-        """The workers were lost: nothing is in flight, held or computed."""
+        """The workers were lost: nothing is in flight, held or computed.
+
+        The next Step still releases the slots, in case that it is the same worker after all.
+        """
         for request in reversed(self.running):
             self._leave_slot(request, State.WAITING)
             self.waiting.appendleft(request)
@@ -110,7 +113,6 @@ class Scheduler:
             request.ahead = 0
         self.running.clear()
         self.in_flight.clear()
-        self._releases.clear()
 
     def clear(self) -> list[Request]:
         """Forget everything; returns the requests that had not ended."""
@@ -164,11 +166,11 @@ class Scheduler:
                 f"result {result.id} for slots {sorted(answers)}, but step {flight.step} "
                 f"samples in slots {sorted(flight.sampling)}"
             )
-        chunks = []
-        for slot, request in flight.sampling.items():
-            if request.state is not State.FINISHED:
-                chunks.append((request, self._receive(request, answers[slot])))
-        return chunks
+        live = {s: q for s, q in flight.sampling.items() if q.state is not State.FINISHED}
+        for slot in live:  # all of it is looked at before any of it counts
+            if not answers[slot].tokens and not answers[slot].finish:
+                raise ProtocolError(f"no token for slot {slot}, which had not finished")
+        return [(request, self._receive(request, answers[slot])) for slot, request in live.items()]
 
     # --- one request ----------------------------------------------------------------------
 
@@ -177,8 +179,6 @@ class Scheduler:
         request.known += row.tokens
         if row.finish:
             self._finish(request)
-        elif not row.tokens:
-            raise ProtocolError(f"no token for slot {row.slot}, which had not finished")
         return Chunk(row.tokens, row.finish, row.error, row.logprobs)
 
     def _can_continue(self, request: Request) -> bool:

@@ -1,0 +1,183 @@
+"""Supervisor: starts worker processes, sees them end, and ends them.
+
+A process is born, dies with a reason (its last words on standard error), and may be born again a
+few times; `Restarts` says when that is enough. It knows neither messages nor models: the engine
+asks a worker to stop, the supervisor only sends signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import Process
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from voltapile.topology.endpoint import prepare, runtime_directory
+from voltapile.topology.plan import Plan, to_json
+
+LAST_WORDS = 20  # lines of standard error kept for the reason
+ASK_SECONDS, TERM_SECONDS = 1.0, 0.8  # together with SIGKILL well under three seconds
+
+
+def worker_command(plan: Path, rank: int) -> list[str]:
+    command = [sys.executable, "-m", "voltapile.workers"]
+    return [*command, "--plan", str(plan), "--rank", str(rank)]
+
+
+@contextmanager
+def plan_file(plan: Plan) -> Iterator[Path]:
+    """The Plan as a file that only this user reads; gone at the end, and the ipc socket too.
+
+    It lies beside the socket (endpoint `tcp://`: where default sockets would lie).
+    """
+    prepare(plan.endpoint)
+    socket = None
+    if plan.endpoint.startswith("ipc://"):
+        socket = Path(plan.endpoint.removeprefix("ipc://"))
+    folder = socket.parent if socket else runtime_directory()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    handle, name = tempfile.mkstemp(".json", "plan-", folder)  # mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(to_json(plan))
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+        if socket:
+            socket.unlink(missing_ok=True)
+
+
+class Restarts:
+    """At most `limit` restarts in `window` seconds, each after a longer pause than the last."""
+
+    def __init__(self, limit: int = 3, window: float = 60.0, pause: float = 0.25) -> None:
+        self.limit, self.window, self.pause = limit, window, pause
+        self._times: deque[float] = deque()
+
+    def next_pause(self, now: float) -> float | None:
+        """Seconds to wait before starting again at time `now`; None: do not."""
+        while self._times and now - self._times[0] > self.window:
+            self._times.popleft()
+        if len(self._times) >= self.limit:
+            return None
+        self._times.append(now)
+        return float(self.pause * 4 ** (len(self._times) - 1))
+
+
+class Supervisor:
+    """The processes of one plan, as one: when one ends, all do."""
+
+    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
+        self._commands = commands
+        self._processes: list[Process] = []
+        self._readers: list[asyncio.Task[None]] = []
+        self._words: list[deque[str]] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    async def start(self) -> None:
+        """Start all. Raises OSError."""
+        assert not self._processes, "already started"
+        for command in self._commands:
+            # A session of its own: Ctrl-C is for us, and we end the workers in order.
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+            words: deque[str] = deque(maxlen=LAST_WORDS)
+            self._processes.append(process)
+            self._words.append(words)
+            assert process.stderr is not None
+            self._readers.append(asyncio.create_task(_listen(process.stderr, words)))
+
+    async def wait(self) -> str:
+        """Wait until one process has ended, end the others, and say why."""
+        waits = [asyncio.create_task(process.wait()) for process in self._processes]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        first = next(i for i, p in enumerate(self._processes) if p.returncode is not None)
+        code = self._processes[first].returncode
+        assert code is not None
+        self.kill()
+        words = self._words[first]
+        await self._reap()
+        return _reason(code, words)
+
+    def kill(self) -> None:
+        """End all at once, whatever they do; also stopped ones."""
+        self._signal(signal.SIGKILL)
+
+    async def stop(self, was_asked: bool = True) -> None:
+        """End all within about two seconds. was_asked: they have been told to end by message."""
+        if was_asked and await self._ended(ASK_SECONDS):
+            return
+        self._signal(signal.SIGTERM)
+        if not await self._ended(TERM_SECONDS):
+            self.kill()
+        await self._reap()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    async def _ended(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._reap(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _reap(self) -> None:
+        """Wait for the end of all, and for the last of what they say."""
+        for process in self._processes:
+            await process.wait()
+        if self._readers:
+            # A grandchild may hold the pipe open; its words are not waited for.
+            _, open_readers = await asyncio.wait(self._readers, timeout=0.5)
+            for reader in open_readers:
+                reader.cancel()
+            await asyncio.gather(*open_readers, return_exceptions=True)
+        self._processes, self._readers, self._words = [], [], []
+
+
+async def _listen(stream: asyncio.StreamReader, words: deque[str]) -> None:
+    """Pass a worker's standard error on, and remember its end."""
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # a line longer than the reader's buffer: dropped
+            continue
+        if not line:
+            return
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            words.append(text)
+            sys.stderr.write(text + "\n")
+
+
+def _reason(code: int, words: Sequence[str]) -> str:
+    if code < 0:
+        try:
+            how = f"was ended by {signal.Signals(-code).name}"
+        except ValueError:
+            how = f"was ended by signal {-code}"
+    else:
+        how = f"ended with exit code {code}"
+    return f"the worker {how}" + (f": {words[-1]}" if words else "")

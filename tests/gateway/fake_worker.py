@@ -1,0 +1,136 @@
+"""A worker without a model: speaks the protocol and gives tokens that depend on all before them.
+
+As a program: python fake_worker.py PLAN [--step-seconds S] [--heartbeat FILE] [--fail REASON]
+[--die CODE] [--die-at N] [--plan-id ID]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import secrets
+import sys
+import time
+from pathlib import Path
+
+import zmq
+from voltapile.topology.plan import from_json
+from voltapile.workers.protocol import (
+    Failed,
+    Ready,
+    Result,
+    Row,
+    Sampled,
+    Sampling,
+    Stats,
+    Step,
+    Stop,
+    decode,
+    encode,
+)
+
+VOCAB = 1000
+
+
+def next_token(tokens: list[int], seed: int) -> int:
+    digest = hashlib.blake2b(repr((tokens, seed)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def alone(prompt: list[int], count: int, seed: int = 0) -> list[int]:
+    """`count` tokens that a request gives when it is alone."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+class FakeModel:
+    """A fold over Steps; remembers the tokens of each slot."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.sampling: dict[int, Sampling] = {}
+        self.finish: dict[int, str] = {}
+
+    def run(self, step: Step) -> Result:
+        for slot in step.release:
+            self.tokens.pop(slot, None)
+            self.finish.pop(slot, None)
+        rows = [self.row(row) for row in step.rows]
+        return Result(id=step.id, rows=[row for row in rows if row], seconds=0.001)
+
+    def row(self, row: Row) -> Sampled | None:
+        if row.sampling is not None:
+            assert row.slot not in self.tokens
+            self.tokens[row.slot], self.sampling[row.slot] = [], row.sampling
+        known, sampling = self.tokens[row.slot], self.sampling[row.slot]
+        if self.finish.get(row.slot):
+            return Sampled(slot=row.slot)
+        if len(row.tokens):
+            assert row.start == len(known)
+            known += map(int, row.tokens)
+        if not row.sample:
+            return None
+        known.append(next_token(known, sampling.seed))
+        finish = ""
+        if known[-1] in sampling.stop_ids:
+            finish = "stop"
+        elif len(known) >= sampling.max_position:
+            finish = "length"
+        self.finish[row.slot] = finish
+        return Sampled(slot=row.slot, tokens=[known[-1]], finish=finish)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--heartbeat", type=Path)
+    parser.add_argument("--fail", default="")
+    parser.add_argument("--die", type=int)
+    parser.add_argument("--die-at", type=int, default=-1)
+    parser.add_argument("--plan-id", default="")
+    args = parser.parse_args()
+    plan = from_json(args.plan.read_bytes())
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.set(zmq.IDENTITY, b"text-0")
+    socket.connect(plan.endpoint)
+    socket.send_multipart(
+        encode(Stats(name="text-0", values={"stage": "weights", "fraction": 0.5}))
+    )
+    if args.die is not None:
+        print("the last words", file=sys.stderr)
+        return int(args.die)
+    if args.fail:
+        socket.send_multipart(encode(Failed(name="text-0", reason=args.fail)))
+        return 1
+    serve(socket, args, Ready(name="text-0", plan=args.plan_id or plan.id,
+                              instance=secrets.randbits(63)))  # fmt: skip
+    return 0
+
+
+def serve(socket: zmq.Socket[bytes], args: argparse.Namespace, ready: Ready) -> None:
+    model, is_greeted = FakeModel(), False
+    parent = os.getppid()
+    while os.getppid() == parent:
+        if args.heartbeat:
+            args.heartbeat.touch()
+        if not is_greeted:
+            socket.send_multipart(encode(ready))
+        if not socket.poll(200):
+            continue
+        message = decode(socket.recv_multipart())
+        is_greeted = True
+        if isinstance(message, Stop):
+            return
+        assert isinstance(message, Step)
+        if message.id == args.die_at:
+            os._exit(7)
+        time.sleep(args.step_seconds)
+        socket.send_multipart(encode(model.run(message)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,380 @@
+"""The engine with fake workers: real processes that die, or a socket that the test holds."""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from voltapile.gateway.engine import Engine, EngineUnavailable, Refused
+from voltapile.gateway.stream import Stream
+from voltapile.gateway.supervisor import Restarts, Supervisor
+from voltapile.topology.plan import CacheGroup, Plan, RankPlan, plan_id, to_json
+from voltapile.workers.protocol import (
+    Failed,
+    Message,
+    Ready,
+    Result,
+    Sampling,
+    Stats,
+    Step,
+    Stop,
+    decode,
+    encode,
+)
+
+SCRIPT = Path(__file__).with_name("fake_worker.py")
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fake_worker", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fake = load_script()
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    cache = CacheGroup(
+        kind="full", layers=[0], kv_heads=1, key_dim=8, value_dim=8, window=0, key_type="f16",
+        value_type="f16", page_tokens=4, page_bytes=1, pages=200,
+    )  # fmt: skip
+    rank = RankPlan(
+        rank=0, device="cpu", node=0, cpus=[0], threads=1, memory={}, mapped_bytes=0
+    )  # fmt: skip
+    bare = Plan(
+        model=["m"], alias="m", architecture="llama", backend="cpu",
+        endpoint=f"ipc://{tmp_path}/s", context=256, slots=2, batch_tokens=128, buckets=[1],
+        steps_in_flight=2, answer_rank=0, ranks=[rank], caches=[cache], tensors={},
+    )  # fmt: skip
+    return msgspec.structs.replace(bare, id=plan_id(bare))
+
+
+@asynccontextmanager
+async def spawned(
+    plan: Plan, tmp_path: Path, *options: str, restarts: Restarts | None = None
+) -> AsyncIterator[tuple[Engine, Supervisor]]:
+    path, heartbeat = tmp_path / "plan.json", tmp_path / "heartbeat"
+    path.write_bytes(to_json(plan))
+
+    def age() -> float | None:
+        return time.time() - heartbeat.stat().st_mtime if heartbeat.exists() else None
+
+    command = [sys.executable, str(SCRIPT), str(path), "--heartbeat", str(heartbeat), *options]
+    supervisor = Supervisor([command])
+    async with Engine(plan, supervisor, age, 1.0, restarts or Restarts(pause=0.01)) as engine:
+        yield engine, supervisor
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def is_ok(engine: Engine) -> Callable[[], bool]:
+    return lambda: engine.health.status == "ok"
+
+
+async def collect(stream: Stream) -> tuple[list[int], str]:
+    tokens: list[int] = []
+    async with asyncio.timeout(30):
+        async for chunk in stream:
+            tokens += chunk.tokens
+            if chunk.finish:
+                return tokens, chunk.finish + chunk.error
+    raise AssertionError("a stream without an end")
+
+
+async def test_two_streams_get_what_they_get_alone(plan: Plan, tmp_path: Path) -> None:
+    async with spawned(plan, tmp_path) as (engine, _):
+        assert engine.health.status == "loading"
+        with pytest.raises(EngineUnavailable):
+            engine.submit([1], Sampling())
+        await until(is_ok(engine))
+        streams = [engine.submit([i], Sampling(seed=i, max_position=41)) for i in range(3)]
+        results = await asyncio.gather(*map(collect, streams))
+        assert results == [(fake.alone([i], 40, i), "length") for i in range(3)]
+        stats = engine.stats()
+        assert (stats.requests, stats.prompt_tokens, stats.generated_tokens) == (3, 3, 120)
+        assert (stats.running, stats.waiting, stats.restarts) == (0, 0, 0)
+        assert stats.pages_free == stats.pages_total == 199
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_worker_loses_and_repeats_no_token(
+    plan: Plan, tmp_path: Path, number: signal.Signals
+) -> None:
+    async with spawned(plan, tmp_path, "--step-seconds", "0.01") as (engine, supervisor):
+        await until(is_ok(engine))
+        stream = engine.submit([5, 6], Sampling(max_position=102))
+        other = engine.submit([7], Sampling(max_position=61))
+        reading = asyncio.gather(collect(stream), collect(other))
+        await until(lambda: engine.stats().generated_tokens > 10)
+        os.kill(supervisor.pids[0], number)
+        await until(lambda: engine.health.status == "loading")
+        assert engine.health.reason
+        with pytest.raises(EngineUnavailable, match="loading"):
+            engine.submit([1], Sampling())
+        assert await reading == [
+            (fake.alone([5, 6], 100), "length"),
+            (fake.alone([7], 60), "length"),
+        ]
+        assert engine.health.status == "ok"
+        assert engine.stats().restarts == 1
+
+
+async def test_cancel_frees_the_slot(plan: Plan, tmp_path: Path) -> None:
+    async with spawned(plan, tmp_path, "--step-seconds", "0.01") as (engine, _):
+        await until(is_ok(engine))
+        long = [engine.submit([i], Sampling()) for i in range(2)]
+        queued = engine.submit([2], Sampling(max_position=6))
+        gone = engine.submit([3], Sampling())
+        gone.cancel()
+        assert await collect(gone) == ([], "cancelled")
+        await until(lambda: engine.stats().generated_tokens > 4)
+        assert engine.stats().waiting == 1
+        steps = engine.stats().steps
+        long[0].cancel()
+        long[0].cancel()
+        assert await collect(queued) == (fake.alone([2], 5), "length")
+        assert engine.stats().steps <= steps + 5 + 2
+        tokens, finish = await collect(long[0])
+        assert finish == "cancelled"
+        assert tokens == fake.alone([0], len(tokens))
+        assert engine.stats().running == 1
+
+
+async def test_a_refusal_is_no_work(plan: Plan, tmp_path: Path) -> None:
+    async with spawned(plan, tmp_path) as (engine, _):
+        await until(is_ok(engine))
+        with pytest.raises(Refused, match="context"):
+            engine.submit([0] * 256, Sampling())
+        assert engine.stats().requests == 0
+
+
+async def test_what_cannot_be_loaded_is_not_tried_again(plan: Plan, tmp_path: Path) -> None:
+    async with spawned(plan, tmp_path, "--fail", "bad file") as (engine, supervisor):
+        await until(lambda: engine.health.status == "failed")
+        assert engine.health.reason == "bad file"
+        await asyncio.sleep(0.3)
+        assert supervisor.pids == []
+        assert engine.health.status == "failed"
+        with pytest.raises(EngineUnavailable, match="bad file"):
+            engine.submit([1], Sampling())
+
+
+async def test_a_worker_that_dies_loading_is_tried_a_few_times(plan: Plan, tmp_path: Path) -> None:
+    restarts = Restarts(limit=1, pause=0.01)
+    async with spawned(plan, tmp_path, "--die", "3", restarts=restarts) as (engine, _):
+        await until(lambda: engine.health.status == "failed")
+        assert engine.health.reason == "the worker ended with exit code 3: the last words"
+        assert engine.stats().restarts == 2
+
+
+async def test_streams_end_with_an_error_when_the_engine_gives_up(
+    plan: Plan, tmp_path: Path
+) -> None:
+    restarts = Restarts(limit=1, pause=0.01)
+    async with spawned(plan, tmp_path, "--die-at", "9", restarts=restarts) as (engine, supervisor):
+        await until(is_ok(engine))
+        stream = engine.submit([1], Sampling())
+        first = await anext(stream)
+        await until(lambda: engine.stats().restarts == 1)
+        await until(is_ok(engine))
+        os.kill(supervisor.pids[0], signal.SIGKILL)
+        tokens, finish = await collect(stream)
+        assert finish.startswith("errorthe worker was ended by SIGKILL")
+        assert first.tokens + tokens == fake.alone([1], 1 + len(tokens))
+
+
+async def test_leaving_ends_streams_and_processes(plan: Plan, tmp_path: Path) -> None:
+    async with spawned(plan, tmp_path, "--step-seconds", "0.01") as (engine, supervisor):
+        await until(is_ok(engine))
+        stream = engine.submit([1], Sampling())
+        await until(lambda: engine.stats().generated_tokens > 0)
+        pid = supervisor.pids[0]
+        began = time.monotonic()
+    assert time.monotonic() - began < 3
+    assert (await collect(stream))[1] == "cancelled"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+class Hand:
+    """A worker that the test moves by hand."""
+
+    def __init__(self, plan: Plan, name: str = "text-0") -> None:
+        self.plan, self.name = plan, name
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.set(zmq.IDENTITY, name.encode())
+        self.socket.connect(plan.endpoint)
+        self.model = fake.FakeModel()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def say(self, message: Message) -> None:
+        await self.socket.send_multipart(encode(message))
+
+    async def ready(self, instance: int = 1) -> None:
+        await self.say(Ready(name=self.name, plan=self.plan.id, instance=instance))
+
+    async def hear(self) -> Message:
+        async with asyncio.timeout(5):
+            return decode(await self.socket.recv_multipart())
+
+    async def step(self) -> Step:
+        message = await self.hear()
+        assert isinstance(message, Step)
+        return message
+
+    async def is_silent(self) -> bool:
+        return not await self.socket.poll(100)
+
+    def serve(self) -> None:
+        """Answer every Step until told to end."""
+        self.tasks.append(asyncio.create_task(self._serve()))
+
+    async def _serve(self) -> None:
+        while isinstance(message := await self.hear(), Step):
+            await self.say(self.model.run(message))
+
+
+@asynccontextmanager
+async def by_hand(plan: Plan) -> AsyncIterator[tuple[Engine, Hand]]:
+    hand = Hand(plan)
+    try:
+        async with Engine(plan) as engine:
+            yield engine, hand
+        for task in hand.tasks:
+            await task
+    finally:
+        hand.context.destroy(0)
+
+
+async def test_step_n_plus_1_leaves_before_result_n(plan: Plan) -> None:
+    async with by_hand(plan) as (engine, hand):
+        await hand.say(Stats(name="text-0", values={"stage": "weights", "fraction": 0.25}))
+        await until(lambda: engine.health.stage == "weights")
+        assert engine.health.fraction == 0.25
+        await hand.ready()
+        await until(is_ok(engine))
+        streams = [engine.submit([i], Sampling(max_position=5)) for i in range(2)]
+        first, second = await hand.step(), await hand.step()
+        assert [row.slot for row in first.rows] == [0, 1], "what comes together goes together"
+        assert await hand.is_silent()
+        await hand.ready()  # it crossed the first Step
+        await hand.say(hand.model.run(first))
+        third = await hand.step()
+        assert [step.id for step in (first, second, third)] == [0, 1, 2]
+        for step in (second, third):
+            await hand.say(hand.model.run(step))
+        hand.serve()
+        results = await asyncio.gather(*map(collect, streams))
+        assert results == [(fake.alone([i], 4), "length") for i in range(2)]
+        assert engine.stats().restarts == 0
+        assert engine.stats().step_seconds == 0.001
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+@pytest.mark.parametrize("instance", [1, 2])
+async def test_a_worker_that_is_ready_anew_gets_all_again(
+    plan: Plan, has_answered: bool, instance: int
+) -> None:
+    if instance == 1 and not has_answered:
+        pytest.skip("cannot be told from a Ready that crossed the first Step")
+    async with by_hand(plan) as (engine, hand):
+        await hand.ready()
+        await until(is_ok(engine))
+        stream = engine.submit([1, 2], Sampling(max_position=12))
+        step = await hand.step()
+        if has_answered:
+            await hand.say(hand.model.run(step))
+        await hand.ready(instance)
+        hand.model = fake.FakeModel()
+        while not (step := await hand.step()).rows[0].sampling:
+            pass
+        await hand.say(hand.model.run(step))
+        hand.serve()
+        assert await collect(stream) == (fake.alone([1, 2], 10), "length")
+        assert engine.stats().restarts == 1
+
+
+async def test_ready_is_repeated_while_idle(plan: Plan) -> None:
+    async with by_hand(plan) as (engine, hand):
+        for _ in range(3):
+            await hand.ready()
+        await until(is_ok(engine))
+        assert engine.stats().restarts == 0
+        assert await hand.is_silent()
+
+
+async def test_another_plan_is_refused_and_the_right_one_taken(plan: Plan) -> None:
+    async with by_hand(plan) as (engine, hand):
+        await hand.say(Ready(name="text-0", plan="other"))
+        assert isinstance(await hand.hear(), Stop)
+        assert engine.health.status == "failed"
+        assert "plan other" in engine.health.reason
+        await hand.ready()
+        await until(is_ok(engine))
+
+
+async def test_a_worker_that_failed_in_a_step_is_told_to_end(plan: Plan) -> None:
+    async with by_hand(plan) as (engine, hand):
+        await hand.ready()
+        await until(is_ok(engine))
+        stream = engine.submit([1], Sampling(max_position=9))
+        await hand.step()
+        await hand.step()
+        await hand.say(Failed(name="text-0", step=0, reason="out of luck"))
+        assert isinstance(await hand.hear(), Stop)
+        assert (engine.health.status, engine.health.reason) == ("loading", "out of luck")
+        hand.model = fake.FakeModel()
+        await hand.ready(2)
+        hand.serve()
+        assert await collect(stream) == (fake.alone([1], 8), "length")
+
+
+@pytest.mark.parametrize(
+    "frames", [[b""], [b"\x09"], [b"\x01junk"], encode(Stop()), encode(Result(id=7))]
+)
+async def test_nonsense_from_a_worker(plan: Plan, frames: list[bytes]) -> None:
+    async with by_hand(plan) as (engine, hand):
+        await hand.ready()
+        await until(is_ok(engine))
+        engine.submit([1], Sampling(max_position=9))
+        await hand.step()
+        await hand.step()
+        await hand.socket.send_multipart(frames)
+        assert isinstance(await hand.hear(), Stop)
+        assert "does not speak as agreed" in engine.health.reason
+
+
+async def test_a_stranger_is_ignored(plan: Plan) -> None:
+    async with by_hand(plan) as (engine, _):
+        stranger = Hand(plan, "text-9")
+        await stranger.ready()
+        await asyncio.sleep(0.2)
+        stranger.context.destroy(0)
+        assert engine.health.status == "loading"
+
+
+async def test_an_address_that_cannot_be_used(plan: Plan) -> None:
+    bad = msgspec.structs.replace(plan, endpoint="ipc:///nowhere/at/all")
+    with pytest.raises(OSError, match="cannot listen"):
+        async with Engine(bad):
+            pass
