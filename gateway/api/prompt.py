@@ -16,8 +16,7 @@ async def chat_prompt(services: Services, chat: ChatRequest) -> list[int]:
     """The rendered messages as ids."""
     if services.template is None:
         raise bad_request("this model has no chat template", "messages", "no_chat_template")
-    size = sum(len(message["content"] or "") for message in chat.messages)
-    rendered = await off_loop(size, _render, services.template, chat)
+    rendered = await off_loop(chat.body_bytes, _render, services.template, chat)
     ids = await off_loop(len(rendered), services.tokenizer.encode_chat, rendered)
     return _checked(services, ids, "messages")
 

@@ -15,11 +15,13 @@ from voltapile.gateway.api.errors import bad_request
 from voltapile.gateway.api.fields import Fields, kind
 
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000  # characters; every token is compared with all of them
 MAX_PROMPTS = 256
 COMPLETION_TOKENS = (
     16  # OpenAI's default for /v1/completions; a chat may go on to the context's end
 )
 UNLIMITED = -1
+RESERVED = {"self", "messages", "tools", "add_generation_prompt"}  # the template's own arguments
 
 # name -> values that change nothing, beside null. Anything else is refused.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -84,6 +86,7 @@ class ChatRequest:
     messages: list[dict[str, Any]]
     template_kwargs: dict[str, Any]
     options: Options
+    body_bytes: int  # a bound for the work of rendering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +102,11 @@ def chat_request(body: bytes) -> ChatRequest:
     messages = fields.list("messages")
     if not messages:
         raise bad_request("'messages' must not be empty", "messages")
-    kwargs = dict(fields.object("chat_template_kwargs").values)
-    effort = fields.text("reasoning_effort")
-    if effort is not None:
-        kwargs.setdefault("reasoning_effort", effort)
     return ChatRequest(
         messages=[_message(message, i) for i, message in enumerate(messages)],
-        template_kwargs=kwargs,
+        template_kwargs=_template_kwargs(fields),
         options=_options(fields, default_tokens=UNLIMITED),
+        body_bytes=len(body),
     )
 
 
@@ -200,13 +200,14 @@ def _stops(value: Any) -> list[str]:
         raise bad_request("'stop' must be a string or a list of strings", "stop", "invalid_type")
     if len(stops) > MAX_STOPS:
         raise bad_request(f"'stop' has {len(stops)} strings; at most {MAX_STOPS}", "stop")
-    if "" in stops:
-        raise bad_request("'stop' must not hold an empty string", "stop")
+    if any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+        message = f"each string of 'stop' must have 1 to {MAX_STOP_LENGTH} characters"
+        raise bad_request(message, "stop", "out_of_range")
     return stops
 
 
 def _message(message: Any, i: int) -> dict[str, Any]:
-    """One chat message for the template: role a string, content a string or None."""
+    """One chat message for the template, with everything else that the client put into it."""
     if not isinstance(message, dict):
         raise bad_request(f"'messages[{i}]' must be an object, not {kind(message)}", "messages")
     role = message.get("role")
@@ -220,17 +221,26 @@ def _message(message: Any, i: int) -> dict[str, Any]:
     return {**message, "content": _content(content, f"messages[{i}].content")}
 
 
-def _content(content: Any, param: str) -> str | None:
-    """Text parts become one string, a line each, as in llama-server and vLLM."""
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    kwargs = dict(fields.object("chat_template_kwargs").values)
+    if reserved := sorted(RESERVED & kwargs.keys()):
+        param = "chat_template_kwargs"
+        raise bad_request(f"'{param}' must not hold '{reserved[0]}'", param)
+    effort = fields.text("reasoning_effort")
+    return kwargs if effort is None else {"reasoning_effort": effort} | kwargs
+
+
+def _content(content: Any, param: str) -> str | list[dict[str, str]] | None:
+    """Text or text parts; the template knows which of them its model takes."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         message = f"'{param}' must be a string or a list of parts, not {kind(content)}"
         raise bad_request(message, param, "invalid_type")
-    return "\n".join(_part(part, f"{param}[{i}]") for i, part in enumerate(content))
+    return [_part(part, f"{param}[{i}]") for i, part in enumerate(content)]
 
 
-def _part(part: Any, param: str) -> str:
+def _part(part: Any, param: str) -> dict[str, str]:
     name = part.get("type") if isinstance(part, dict) else None
     if not isinstance(name, str):
         raise bad_request(f"'{param}' must be an object with a type", param, "invalid_type")
@@ -239,7 +249,7 @@ def _part(part: Any, param: str) -> str:
         raise bad_request(message, param, "unsupported_content")
     if not isinstance(part.get("text"), str):
         raise bad_request(f"'{param}.text' must be a string", f"{param}.text", "invalid_type")
-    return str(part["text"])
+    return {"type": "text", "text": part["text"]}
 
 
 def _prompts(value: Any, vocab_size: int) -> list[str] | list[list[int]]:

@@ -1,0 +1,51 @@
+"""What chat and completions share, where test_chat.py and test_completions.py do not show it."""
+
+import pytest
+from voltapile.gateway.request import Chunk
+
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+}
+PATHS = list(BODIES)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_engine_error_is_500(post, engine, path):
+    engine.script[2:] = [Chunk(finish="error", error="rank 0 died")]
+    status, body = await post(path, BODIES[path])
+    assert status == 500
+    assert body["error"]["message"] == "rank 0 died"
+    assert body["error"]["type"] == "server_error"
+    assert engine.streams[0].cancelled.is_set()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("failure", [Chunk(finish="error", error="rank 0 died"), ValueError("x")])
+async def test_an_error_in_a_stream_is_its_last_event(events, engine, path, failure):
+    engine.script[2:] = [failure]
+    *chunks, last = await events(path, BODIES[path])
+    assert len(chunks) == 2
+    assert last["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_several_tokens_at_once_are_one_event(events, engine, path):
+    engine.script = [Chunk(list(b"abc")), Chunk(list(b"def"), finish="length")]
+    payloads = await events(path, BODIES[path])
+    assert len(payloads) == (4 if "chat" in path else 3)  # chat's finish is an event of its own
+
+
+async def test_comments_while_the_prompt_is_computed(serve, engine, parse):
+    client = await serve(keepalive_seconds=0.05)
+    engine.script = [0.2, *engine.script]
+    async with client.post("/v1/completions", json={"prompt": "hi", "stream": True}) as response:
+        data = await response.read()
+    assert data.startswith(b": keep-alive\n\n")
+    assert parse(data)[-1] == "[DONE]"
+
+
+async def test_nothing_is_left_behind(post, events, engine):
+    await post("/v1/completions", {"prompt": ["a", "b"]})
+    await events("/v1/completions", {"prompt": ["a", "b"]})
+    assert all(stream.cancelled.is_set() for stream in engine.streams)

@@ -1,0 +1,179 @@
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from voltapile.gateway.api.app import listening, make_app, run
+
+CHAT = "/v1/chat/completions"
+POSTS = [CHAT, "/v1/completions", "/tokenize", "/detokenize"]
+
+
+def is_error(body):
+    error = body["error"]
+    return set(error) == {"message", "type", "param", "code"} and bool(error["message"])
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"5", b"null", b'{"a": "\xff"}', b'{"a": NaN}', b"[" * 100_000],
+    ids=range(8),
+)
+async def test_bad_bodies(post, path, body):
+    status, answer = await post(path, body)
+    assert status == 400
+    assert is_error(answer)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v2/models", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+        ("PUT", "/tokenize", 405),
+    ],
+)
+async def test_unknown_paths_and_methods(client, method, path, status):
+    async with client.request(method, path) as response:
+        assert response.status == status
+        assert is_error(await response.json())
+        assert ("Allow" in response.headers) == (status == 405)
+
+
+async def test_a_large_body_is_413(serve):
+    client = await serve(max_body_bytes=1000)
+    body = {"prompt": "x" * 2000}
+    async with client.post("/v1/completions", json=body) as response:
+        assert response.status == 413
+        assert is_error(await response.json())
+
+
+async def test_more_than_aiohttps_default_is_fine(post):
+    status, body = await post("/tokenize", b'{"content": "%s"}' % (b"x" * (2 << 20)))
+    assert status == 200
+    assert len(body["tokens"]) == 2 << 20
+
+
+async def test_a_damaged_compressed_body(client):
+    headers = {"Content-Encoding": "gzip"}
+    async with client.post("/tokenize", data=b"no gzip", headers=headers) as response:
+        assert response.status == 400
+        assert is_error(await response.json())
+
+
+async def test_a_bug_is_a_500_that_tells_nothing(post, engine):
+    engine.refusal = RuntimeError("secret")
+    status, body = await post("/v1/completions", {"prompt": "hi"})
+    assert status == 500
+    assert is_error(body)
+    assert "secret" not in str(body)
+
+
+class TestKeys:
+    @pytest.mark.parametrize(
+        ("header", "status"),
+        [
+            (None, 401),
+            ("Bearer", 401),
+            ("Bearer wrong", 401),
+            ("Basic one", 401),
+            ("Bearer öne", 401),
+            ("Bearer one", 200),
+            ("bearer two", 200),
+        ],
+    )
+    async def test_bearer(self, serve, header, status):
+        client = await serve(api_keys=["one", "two"])
+        headers = {"Authorization": header} if header else {}
+        async with client.get("/v1/models", headers=headers) as response:
+            assert response.status == status
+            if status == 401:
+                body = await response.json()
+                assert is_error(body)
+                assert body["error"]["code"] == "invalid_api_key"
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+
+    @pytest.mark.parametrize(
+        ("path", "status"), [("/health", 200), ("/metrics", 401), ("/nowhere", 401)]
+    )
+    async def test_only_health_is_open(self, serve, path, status):
+        client = await serve(api_keys=["one"])
+        async with client.get(path) as response:
+            assert response.status == status
+
+
+async def test_other_origins_are_allowed(serve):
+    client = await serve(api_keys=["one"])
+    asked = {"Access-Control-Request-Headers": "authorization, x-stainless-os"}
+    async with client.options(CHAT, headers=asked) as response:
+        assert response.status == 204
+        assert response.headers["Access-Control-Allow-Origin"] == "*"
+        assert response.headers["Access-Control-Allow-Headers"] == "authorization, x-stainless-os"
+    async with client.get("/nowhere") as response:
+        assert response.headers["Access-Control-Allow-Origin"] == "*"
+    async with client.head("/health") as response:
+        assert response.status == 200
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels(client, engine, stream):
+    engine.say("abc", finish="")
+    body = {"prompt": "hi", "stream": stream}
+    request = asyncio.create_task(client.post("/v1/completions", json=body))
+    await until(lambda: engine.streams)
+    if stream:
+        response = await request
+        await response.content.readline()
+        response.close()
+    else:
+        request.cancel()
+    await until(engine.streams[0].cancelled.is_set)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stopping_tells_open_requests(engine, tokenizer, plan, stream):
+    engine.say("abc", finish="")
+    app = make_app(engine, tokenizer, None, plan)
+    async with aiohttp.ClientSession() as session:
+        async with listening(app, "127.0.0.1", 0) as url:
+            body = {"prompt": "hi", "stream": stream}
+            post = session.post(f"{url}/v1/completions", json=body)
+            request = asyncio.create_task(asyncio.wait_for(post, 10))
+            await until(lambda: engine.streams)
+            await asyncio.sleep(0.05)
+        response = await request
+        text = await response.text()
+        assert response.status == (200 if stream else 503)
+        assert is_error(json.loads(text.strip().split("data: ")[-1]))
+    with pytest.raises(aiohttp.ClientConnectionError):
+        async with aiohttp.ClientSession() as session, session.get(url):
+            pass
+
+
+async def test_run_ends_when_told(engine, tokenizer, plan):
+    stop = asyncio.Event()
+    app = make_app(engine, tokenizer, None, plan)
+    running = asyncio.create_task(run(app, "127.0.0.1", 0, stop))
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    stop.set()
+    await asyncio.wait_for(running, 5)
+
+
+async def test_a_port_in_use_is_an_oserror(engine, tokenizer, plan):
+    async with listening(make_app(engine, tokenizer, None, plan), "127.0.0.1", 0) as url:
+        port = int(url.rsplit(":", 1)[1])
+        second = make_app(engine, tokenizer, None, plan)
+        with pytest.raises(OSError, match="in use"):
+            async with listening(second, "127.0.0.1", port):
+                pass

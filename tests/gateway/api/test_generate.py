@@ -1,0 +1,160 @@
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from voltapile.gateway.api.errors import ApiError
+from voltapile.gateway.api.generate import Generation, merged, usage
+from voltapile.gateway.api.schema import Options
+from voltapile.gateway.api.services import Services
+from voltapile.gateway.metrics import Metrics
+from voltapile.gateway.request import Chunk
+
+END = 257
+
+
+@pytest.fixture
+def services(engine, tokenizer, template, plan):
+    metrics = Metrics(engine.stats)
+    return Services(
+        engine=engine, tokenizer=tokenizer, template=template, plan=plan, metrics=metrics
+    )
+
+
+@pytest.fixture
+def start(services):
+    def make(prompt=(65, 66), index=0, prefix="", **options):
+        options = {"max_tokens": None} | options
+        return Generation(services, list(prompt), Options(**options), index, prefix)
+
+    return make
+
+
+async def everything(deltas):
+    return [delta async for delta in deltas]
+
+
+async def test_text_comes_in_pieces(start):
+    generation = start()
+    deltas = [delta async for delta in generation]
+    assert [d.text for d in deltas] == ["H", "e", "l", "l", "o", ""]
+    assert [d.is_first for d in deltas] == [True] + [False] * 5
+    assert deltas[-1].finish == "stop"
+    assert deltas[-1].tokens == [END]
+    assert usage([generation]) == {
+        "prompt_tokens": 2,
+        "completion_tokens": 6,
+        "total_tokens": 8,
+    }
+
+
+async def test_a_character_over_several_tokens_comes_whole(start, engine):
+    engine.say("é😀!")
+    assert [d.text for d in [d async for d in start()] if d.text] == ["é", "😀", "!"]
+
+
+async def test_an_unfinished_character_ends_as_a_replacement(start, engine):
+    engine.say(b"a" + "😀".encode()[:2], finish="length")
+    outcome = await start().whole()
+    assert outcome.text.startswith("a\ufffd")
+    assert outcome.finish == "length"
+
+
+async def test_a_stop_string_over_token_borders(start, engine):
+    engine.say("one STOP two")
+    generation = start(stop=["STOP", "never"])
+    outcome = await generation.whole()
+    assert (outcome.text, outcome.finish) == ("one ", "stop")
+    assert generation.completion_tokens == len("one STOP")
+    assert engine.streams[0].cancelled.is_set()
+
+
+async def test_tokens_after_a_stop_string_in_one_chunk_do_not_count(start, engine):
+    engine.script = [Chunk(list(b"ab#cd")), Chunk([END], finish="stop")]
+    outcome = await start(stop=["#"]).whole()
+    assert (outcome.text, outcome.tokens) == ("ab", list(b"ab#"))
+
+
+async def test_a_held_back_start_of_a_stop_string_is_shown_at_the_end(start, engine):
+    engine.say("x ST")
+    assert (await start(stop=["STOP"]).whole()).text == "x ST"
+
+
+async def test_several_tokens_in_a_chunk_are_one_delta(start, engine):
+    engine.script = [Chunk(list(b"abc")), Chunk([*b"de", END], finish="stop")]
+    assert [d.text async for d in start()] == ["abc", "de"]
+
+
+async def test_the_prefix_comes_first_and_once(start, engine):
+    engine.script = [Chunk(), *engine.script]
+    assert (await start(prefix=">> ").whole()).text == ">> Hello"
+
+
+async def test_the_engine_gets_limits_and_stop_ids(start, engine, plan):
+    start(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=7)
+    start(max_tokens=10**9, ignore_eos=True)
+    first, second = engine.sampling
+    assert (first.max_position, first.stop_ids) == (7, [END])
+    assert (first.temperature, first.top_k, first.top_p, first.min_p) == (0.5, 3, 0.9, 0.1)
+    assert first.seed == 7
+    assert (second.max_position, second.stop_ids) == (plan.context, [])
+
+
+async def test_an_engine_error_is_raised(start, engine):
+    engine.script[2:] = [Chunk(finish="error", error="rank 0: layer 3 is not finite")]
+    with pytest.raises(ApiError, match="layer 3") as caught:
+        await start().whole()
+    assert caught.value.status == 500
+
+
+@pytest.mark.parametrize("end", [[], [Chunk(finish="cancelled")]])
+async def test_a_stream_that_ends_early_is_an_error(start, engine, end):
+    engine.script[2:] = end
+    with pytest.raises(ApiError) as caught:
+        await start().whole()
+    assert caught.value.status == 503
+
+
+async def test_an_interruption_wakes_the_reader(start, engine):
+    engine.say("abc", finish="")
+    generation = start()
+    reading = asyncio.create_task(generation.whole())
+    await asyncio.sleep(0.01)
+    generation.interrupt()
+    with pytest.raises(ApiError, match="stopping"):
+        await reading
+
+
+async def test_closing_frees_the_engine_once(start, services, engine):
+    generation = start()
+    assert generation in services.live
+    generation.close()
+    generation.close()
+    assert not services.live
+    assert engine.streams[0].cancelled.is_set()
+    assert b'voltapile_generations_total{finish="cancelled"} 1.0' in services.metrics.render()
+
+
+async def test_timings(start):
+    generation = start()
+    await generation.whole()
+    timings = generation.timings()
+    assert (timings["prompt_n"], timings["predicted_n"]) == (2, 6)
+    assert timings["predicted_ms"] >= 0
+
+
+async def test_merged_generations_keep_their_order_each(start):
+    generations = [start(index=i) for i in range(3)]
+    texts = ["", "", ""]
+    async with aclosing(merged(generations)) as deltas:
+        async for delta in deltas:
+            texts[delta.index] += delta.text
+    assert texts == ["Hello"] * 3
+
+
+async def test_a_merged_failure_is_raised(start, engine):
+    generations = [start(index=0)]
+    engine.script = [0.01, Chunk(finish="error", error="broken")]
+    generations.append(start(index=1))
+    async with aclosing(merged(generations)) as deltas:
+        with pytest.raises(ApiError, match="broken"):
+            await everything(deltas)

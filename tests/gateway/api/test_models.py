@@ -1,0 +1,19 @@
+import pytest
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_the_model_is_listed(client, prefix, plan):
+    async with client.get(f"{prefix}/models") as response:
+        body = await response.json()
+    assert body["object"] == "list"
+    [model] = body["data"]
+    assert (model["id"], model["object"]) == ("tiny/model", "model")
+    assert model["meta"]["n_ctx"] == plan.context
+    async with client.get(f"{prefix}/models/tiny/model") as response:
+        assert await response.json() == model
+
+
+async def test_another_model_is_not_found(client):
+    async with client.get("/v1/models/gpt-4") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "model_not_found"

@@ -1,0 +1,79 @@
+import json
+
+import pytest
+from voltapile.gateway.api.errors import ApiError
+from voltapile.gateway.api.prompt import chat_prompt, completion_prompt
+from voltapile.gateway.api.schema import chat_request
+from voltapile.gateway.api.services import Services
+from voltapile.gateway.metrics import Metrics
+
+
+@pytest.fixture
+def services(engine, tokenizer, template, plan):
+    metrics = Metrics(engine.stats)
+    return Services(
+        engine=engine, tokenizer=tokenizer, template=template, plan=plan, metrics=metrics
+    )
+
+
+def chat(content="hi", **fields):
+    body = {"messages": [{"role": "user", "content": content}], **fields}
+    return chat_request(json.dumps(body).encode())
+
+
+async def test_a_chat_is_rendered_with_special_tokens(services):
+    ids = await chat_prompt(services, chat())
+    expected = [256, *b"user\nhi", 257, *b"\n", 256, *b"assistant\n"]
+    assert ids == expected
+
+
+async def test_template_arguments_reach_the_template(services):
+    ids = await chat_prompt(services, chat(chat_template_kwargs={"shout": "HEY"}))
+    assert b"HEY" in bytes(i for i in ids if i < 256)
+
+
+async def test_a_text_keeps_its_special_tokens(services):
+    assert await completion_prompt(services, "a<|im_end|>") == [97, 257]
+
+
+async def test_ids_are_taken_as_they_are(services):
+    assert await completion_prompt(services, [1, 2]) == [1, 2]
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+async def test_an_empty_prompt_is_refused(services, prompt):
+    with pytest.raises(ApiError, match="empty"):
+        await completion_prompt(services, prompt)
+
+
+async def test_the_context_is_the_limit(services, plan):
+    assert len(await completion_prompt(services, [1] * (plan.context - 1))) == plan.context - 1
+    for length in (plan.context, plan.context + 1):
+        with pytest.raises(ApiError, match=rf"{length} tokens.* {plan.context} tokens") as caught:
+            await completion_prompt(services, [1] * length)
+        assert caught.value.code == "context_length_exceeded"
+        assert caught.value.param == "prompt"
+
+
+async def test_a_long_chat_names_messages(services):
+    with pytest.raises(ApiError) as caught:
+        await chat_prompt(services, chat("x" * 40_000))  # long enough to be rendered in a thread
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
+async def test_what_the_template_refuses_is_the_callers_fault(services):
+    from dataclasses import replace
+
+    from voltapile.gateway.template import ChatTemplate
+
+    strict = replace(services, template=ChatTemplate("{{ raise_exception('no such role') }}"))
+    with pytest.raises(ApiError, match="no such role") as caught:
+        await chat_prompt(strict, chat())
+    assert caught.value.status == 400
+
+
+async def test_no_template_at_all(services):
+    from dataclasses import replace
+
+    with pytest.raises(ApiError, match="no chat template"):
+        await chat_prompt(replace(services, template=None), chat())
