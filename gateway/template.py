@@ -1,0 +1,138 @@
+"""Chat templates: a conversation to the text of a prompt, by the Jinja2 template in the GGUF file.
+
+Templates are strangers' programs, so they run in Jinja's immutable sandbox, and sandbox.py bounds
+their time and sizes. Everything that goes wrong in one is a TemplateError, whose text may be shown
+to the caller. A ChatTemplate does not change after it is built; `render` may run in any thread.
+It knows nothing of token ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from voltapile.gateway.sandbox import Sandbox, TemplateError
+
+__all__ = ["ChatTemplate", "TemplateError"]
+
+Message = Mapping[str, Any]
+
+_KEY = "tokenizer.chat_template"
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_PROBE = "probe-7f3a"
+
+
+class ChatTemplate:
+    """A model's way of writing conversations."""
+
+    def __init__(
+        self, source: str, *, tool_source: str | None = None, bos: str = "", eos: str = ""
+    ) -> None:
+        """tool_source: a second template, used for requests with tools."""
+        self.source = source
+        sandbox = Sandbox()
+        self._render = sandbox.compile_chat(source)
+        self._render_tools = sandbox.compile_chat(tool_source) if tool_source else self._render
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        self._takes_strings = self._shows(_PROBE)
+        self._takes_parts = self._shows([{"type": "text", "text": _PROBE}])
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> ChatTemplate:
+        """The file's template; without one ChatML, if the vocabulary has its tokens."""
+        source = metadata.get(_KEY)
+        if not source:
+            if "<|im_start|>" not in metadata.get("tokenizer.ggml.tokens", ()):
+                raise TemplateError(
+                    f"this model has no chat template (key {_KEY}) and no ChatML tokens; "
+                    "use /v1/completions"
+                )
+            source = _CHATML
+        return cls(
+            source,
+            tool_source=metadata.get(f"{_KEY}.tool_use"),
+            bos=_token_text(metadata, "bos"),
+            eos=_token_text(metadata, "eos"),
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """kwargs go to the template as they are (enable_thinking, documents, ...)."""
+        render = self._render_tools if tools else self._render
+        return render(
+            {
+                "documents": None,
+                **kwargs,
+                **self._tokens,
+                "messages": [self._prepared(message) for message in messages],
+                "tools": list(tools) if tools else None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+
+    def _prepared(self, message: Message) -> dict[str, Any]:
+        """A copy in the form that the template expects."""
+        prepared = dict(message)
+        calls = message.get("tool_calls")
+        if calls:
+            prepared["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        content = message.get("content")
+        if content is None and not calls:
+            content = ""
+        if isinstance(content, list) and not self._takes_parts:
+            content = _flattened(content)
+        elif isinstance(content, str) and self._takes_parts and not self._takes_strings:
+            content = [{"type": "text", "text": content}]
+        prepared["content"] = content
+        return prepared
+
+    def _shows(self, content: Any) -> bool:
+        """Whether a user message with this content comes out as its plain text."""
+        messages = [{"role": "user", "content": content}]
+        variables = {**self._tokens, "messages": messages, "add_generation_prompt": True}
+        try:
+            text = self._render(variables, seconds=0.5)
+        except TemplateError:
+            return False
+        return _PROBE in text and "'text'" not in text and '"text"' not in text
+
+
+def _flattened(parts: Sequence[Any]) -> str:
+    """The text parts, a line each, for templates that know strings only."""
+    texts = []
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise TemplateError(f"this model takes text only, not content of type '{kind}'")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """OpenAI sends a tool call's arguments as JSON text; templates expect the object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _token_text(metadata: Mapping[str, Any], role: str) -> str:
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    token = metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return str(tokens[int(token)]) if token is not None and 0 <= int(token) < len(tokens) else ""
