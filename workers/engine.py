@@ -7,11 +7,12 @@ stop-watch.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from voltapile.kernels.load import load as load_ops
 from voltapile.kernels.ops import FINISH_NAMES, NOT_FINITE, Batch, Graph, Ops, StepOutput
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.plan import Plan
@@ -21,8 +22,6 @@ from voltapile.workers.caches import Caches
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.protocol import Result, Row, Sampled, Step
 from voltapile.workers.weights import FileWeights
-
-log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]  # stage, fraction
 
@@ -67,6 +66,11 @@ class Engine:
             batch = self._compute(step.rows)
             rows = self._answers(step.rows, batch)
         return Result(id=step.id, rows=rows, seconds=time.perf_counter() - began)
+
+    def forget(self) -> None:
+        """Set all slots free: the gateway that filled them is gone."""
+        for slot in range(self.plan.slots):
+            self.caches.release(slot)
 
     def prompt_logits(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
         """float32 [n, V] pieces of the logits after each of `tokens`, from an empty slot 0.
@@ -188,6 +192,20 @@ class Engine:
         if low > self.layers:
             return "in the output head"
         return f"in layer {low - 1}" if low else "in the embedding"
+
+
+@contextlib.contextmanager
+def open_engine(
+    plan: Plan, rank: int = 0, progress: Progress = lambda stage, fraction: None
+) -> Iterator[Engine]:
+    """The loaded Engine of one rank of a Plan; its file stays open for as long."""
+    mine = plan.ranks[rank]
+    progress("file", 0.0)
+    with Gguf.open(plan.model[0]) as gguf:
+        ops = load_ops(plan.backend, mine.threads, mine.memory["scratch"])
+        engine = Engine(plan, ops, gguf, rank)
+        engine.load(progress)
+        yield engine
 
 
 def first_pages(plan: Plan, tokens: int) -> list[list[int]]:

@@ -129,12 +129,16 @@ class Result(Record):
 
 
 class Ready(Record):
-    """A worker has loaded `plan` (its id) and waits for Steps."""
+    """A worker has loaded `plan` (its id) and waits for Steps, all its slots empty.
+
+    It is repeated until the gateway says something; instance differs between two processes.
+    """
 
     name: str
     plan: str
     pages: list[int] = []
     slots: int = 0
+    instance: int = 0
 
 
 class Failed(Record):

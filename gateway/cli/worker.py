@@ -1,0 +1,35 @@
+"""voltapile worker: one worker process, started by hand beside a `voltapile gateway`.
+
+Both sides need the same Plan: a file, or the same options, from which the same Plan follows. The
+worker may start first, and waits for its gateway; Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from voltapile.gateway.cli.options import add_model_options, make_plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    parser.conflict_handler = "resolve"  # -m again, since a Plan names its model
+    add = parser.add_argument
+    add("-m", "--model", metavar="FILE", help="GGUF file, or any shard of one")
+    add("--plan", type=Path, metavar="FILE", help="a Plan, as voltapile plan --json prints it")
+    add("--rank", type=int, default=0, metavar="N", help="which rank of the Plan")
+    add("--connect", default="", metavar="ENDPOINT", help="the gateway's ZeroMQ address")
+    add("--record", type=Path, metavar="FILE", help="write every Step to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    from voltapile.topology.plan import from_json
+    from voltapile.workers.process import Worker
+
+    if (args.plan is None) == (args.model is None):
+        raise ValueError("give either --plan FILE or -m FILE")
+    plan = from_json(args.plan.read_bytes()) if args.plan else make_plan(args, args.connect)
+    if not 0 <= args.rank < len(plan.ranks):
+        raise ValueError(f"--rank {args.rank}: the plan has {len(plan.ranks)} rank(s)")
+    return Worker(plan, args.rank, args.connect, args.record).run()

@@ -1,0 +1,157 @@
+"""Fixtures that every tier shares: where models and goldens lie, engines over them, a leak hunt."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from voltapile.kernels.backend import describe
+from voltapile.shm.gguf import Gguf
+from voltapile.topology import machine
+from voltapile.topology.plan import Backend, Options, Plan, plan
+from voltapile.topology.spec import spec_of
+from voltapile.workers.engine import Engine, open_engine
+from voltapile.workers.protocol import Row, Sampled, Sampling, Step
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 3.0  # seconds that a test's threads and processes may take to end
+CHUNK = 64
+
+
+@pytest.fixture(scope="session")
+def mini() -> Path:
+    """The small golden models, committed."""
+    return ROOT / "tests/data/golden-mini"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The large golden models, where they lie beside the project."""
+    path = ROOT.parent / "shared/golden"
+    if not path.is_dir():
+        pytest.skip("the large golden set is not here")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    path = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not path.is_file():
+        pytest.skip("SmolLM2 is not here; make serve fetches it")
+    return path
+
+
+PlanFor = Callable[..., Plan]
+EngineFor = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def plan_for() -> PlanFor:
+    """plan_for(path, backend, **Options fields) -> Plan."""
+
+    def make(path: Path, backend: str = "reference", **options: Any) -> Plan:
+        chosen = Options(**{"context": 512, "slots": 4, "threads": 2, **options})
+        with Gguf.open(path) as gguf:
+            described = Backend(**describe(backend))
+            return plan(spec_of(gguf), gguf, machine.probe(), described, chosen)
+
+    return make
+
+
+@pytest.fixture
+def engine_for(plan_for: PlanFor) -> Iterator[EngineFor]:
+    """engine_for(path, backend, **Options fields) -> a loaded Engine."""
+    with contextlib.ExitStack() as stack:
+
+        def make(path: Path, backend: str = "reference", **options: Any) -> Engine:
+            return stack.enter_context(open_engine(plan_for(path, backend, **options)))
+
+        yield make
+
+
+class Driver:
+    """Plays the gateway for an Engine: slots, pages and Steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.step_id = 0
+        # Highest first, so that tables are out of order as soon as two requests share the pool.
+        self.free = [list(range(1, group.pages)) for group in engine.plan.caches]
+        self.held: dict[int, list[list[int]]] = {}
+
+    def step(self, rows: Sequence[Row], release: Sequence[int] = ()) -> list[Sampled]:
+        self.step_id += 1
+        step = Step(id=self.step_id, rows=list(rows), release=list(release))
+        result = self.engine.run(step)
+        assert result.id == self.step_id
+        return result.rows
+
+    def start(
+        self, slot: int, prompt: Sequence[int], room: int, chunk: int = 0, **sampling: Any
+    ) -> list[Row]:
+        """The rows that compute `prompt`, in chunks; pages for `room` more positions."""
+        pages = []
+        for free, group in zip(self.free, self.engine.plan.caches, strict=True):
+            count = -(-(len(prompt) + room) // group.page_tokens)
+            pages.append([free.pop() for _ in range(count)])
+        self.held[slot] = pages
+        chunk = chunk or len(prompt)
+        rows = []
+        for start in range(0, len(prompt), chunk):
+            tokens = np.asarray(prompt[start : start + chunk], np.int32)
+            is_last = start + chunk >= len(prompt)
+            rows.append(Row(slot=slot, start=start, tokens=tokens, sample=is_last))
+        rows[0].pages, rows[0].sampling = pages, Sampling(**sampling)
+        return rows
+
+    def release(self, slot: int) -> None:
+        for free, pages in zip(self.free, self.held.pop(slot), strict=True):
+            free.extend(pages)
+        self.step([], [slot])
+
+    def generate(
+        self, prompt: Sequence[int], count: int, slot: int = 0, chunk: int = 0, **sampling: Any
+    ) -> list[int]:
+        """`count` tokens of one request that is alone."""
+        tokens: list[int] = []
+        for row in self.start(slot, prompt, count, chunk, **sampling):
+            for answer in self.step([row]):
+                tokens += answer.tokens
+        for _ in range(count - 1):
+            tokens += self.step([Row(slot=slot)])[0].tokens
+        self.release(slot)
+        return tokens
+
+
+@pytest.fixture
+def drive() -> Callable[[Engine], Driver]:
+    return Driver
+
+
+def _children() -> set[str]:
+    path = Path("/proc/self/task")
+    with contextlib.suppress(OSError):
+        return {pid for task in path.iterdir() for pid in (task / "children").read_text().split()}
+    return set()
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """Fail a test that leaves threads or child processes behind."""
+    threads, children = set(threading.enumerate()), _children()
+    yield
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        left = [t.name for t in set(threading.enumerate()) - threads if t.is_alive()]
+        orphans = _children() - children
+        if not left and not orphans:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: threads {left}, child processes {sorted(orphans)}")
+        time.sleep(0.02)

@@ -1,0 +1,145 @@
+"""The llama goldens: the reference against other engines, the CPU backend against the reference.
+
+Bounds of the CPU backend are one twentieth of llama.cpp's own KL against exact dequantisation
+(golden/TABLES.md, column "KL mean"), and 1e-5 for files that are not quantised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+Make = Callable[..., Any]
+
+MODELS = [
+    ("llama-tied", "f32"),
+    ("llama-tied", "Q8_0"),
+    ("llama-tied", "Q4_0"),
+    ("llama-tied", "Q4_K_M"),
+    ("llama-untied", "Q8_0"),
+]
+LLAMA_CPP_KL = {
+    ("llama-tied", "Q8_0"): 3.6e-3,
+    ("llama-tied", "Q4_0"): 3.7e-3,
+    ("llama-tied", "Q4_K_M"): 7.4e-3,
+    ("llama-untied", "Q8_0"): 1.9e-3,
+}
+NOT_QUANTISED_KL = 1e-5
+RELATIVE = 1e-4  # of the largest logit
+TIE = 2e-4  # of the largest logit: an argmax may differ where two logits are this close
+
+
+class Golden:
+    """The stored answers of one engine (`who`) for one model."""
+
+    def __init__(self, folder: Path, who: str) -> None:
+        self.prompts: dict[str, list[int]] = json.loads((folder / "golden.json").read_text())[
+            "prompts"
+        ]
+        self.arrays = np.load(folder / "golden.npz")
+        self.prefix = f"{who}." if who else ""
+
+    def __call__(self, prompt: str, what: str) -> np.ndarray:
+        return self.arrays[f"{self.prefix}{prompt}.{what}"]
+
+
+def check_logits(golden: Golden, prompt: str, logits: np.ndarray) -> None:
+    expected = golden(prompt, "last4")
+    largest = np.abs(expected).max()
+    assert np.abs(logits[-4:] - expected).max() <= RELATIVE * largest
+    best = golden(prompt, "argmax")
+    behind = logits.max(axis=1) - logits[np.arange(len(best)), best]
+    assert behind.max() <= TIE * largest
+
+
+def check_greedy(golden: Golden, prompt: str, tokens: list[int], tolerance: float) -> None:
+    margins = golden(prompt, "greedy_margin")
+    near_ties = np.flatnonzero(margins < tolerance)
+    end = int(near_ties[0]) if len(near_ties) else len(margins)
+    assert end >= len(margins) // 2, "the golden's margins leave nothing to compare"
+    assert tokens[:end] == golden(prompt, "greedy")[:end].tolist()
+
+
+def mean_kl(truth: np.ndarray, other: np.ndarray) -> float:
+    """Mean over positions of KL(truth || other), in float64."""
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64)
+        x = x - x.max(axis=1, keepdims=True)
+        return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+
+    p, q = log_softmax(truth), log_softmax(other)
+    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
+
+
+def all_logits(engine: Any, ids: list[int]) -> np.ndarray:
+    return np.concatenate(list(engine.prompt_logits(np.asarray(ids, np.int32))))
+
+
+def check_all(golden: Golden, engine: Any, drive: Make) -> None:
+    for prompt, ids in golden.prompts.items():
+        check_logits(golden, prompt, all_logits(engine, ids))
+        count = len(golden(prompt, "greedy"))
+        tokens = drive(engine).generate(ids, count)
+        check_greedy(golden, prompt, tokens, 1e-3)
+
+
+def test_reference_mini(mini: Path, engine_for: Make, drive: Make) -> None:
+    engine = engine_for(mini / "llama/model-f16.gguf")
+    check_all(Golden(mini / "llama", ""), engine, drive)
+
+
+@pytest.mark.parametrize(("model", "kind"), MODELS)
+def test_reference(golden: Path, engine_for: Make, drive: Make, model: str, kind: str) -> None:
+    engine = engine_for(golden / model / f"model-{kind}.gguf")
+    who = "hf" if kind == "f32" else f"deq_{kind}"
+    check_all(Golden(golden / model, who), engine, drive)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_every_layer(golden: Path, engine_for: Make, backend: str) -> None:
+    """Taps are the hidden states that Hugging Face has at the same places."""
+    engine = engine_for(golden / "llama-tied/model-f32.gguf", backend)
+    stored = Golden(golden / "llama-tied", "")
+    tokens = np.asarray(stored.prompts["p61"], np.int32)
+    engine.caches.append(0, [[1, 2, 3, 4]])
+    engine.ops.reset_scratch()
+    batch = engine.buffer.fill_all_outputs(0, tokens, 0)
+    boundaries = range(engine.layers + 1)
+    _, taps = engine.model.forward(batch, engine.caches.layers, boundaries)
+    for i in boundaries:
+        name = "embed" if i == 0 else f"layer{i - 1}.out"
+        last, norms = stored(f"act.p61.{name}", "last"), stored(f"act.p61.{name}", "norms")
+        hidden = engine.ops.to_host(taps[i])
+        np.testing.assert_allclose(hidden[-1], last, atol=RELATIVE * np.abs(last).max())
+        np.testing.assert_allclose(np.linalg.norm(hidden, axis=1), norms, rtol=RELATIVE)
+
+
+@pytest.mark.parametrize(("model", "kind"), [*MODELS, ("mini", "f16")])
+def test_cpu_against_reference(
+    request: pytest.FixtureRequest, mini: Path, engine_for: Make, drive: Make, model: str, kind: str
+) -> None:
+    folder = mini / "llama" if model == "mini" else request.getfixturevalue("golden") / model
+    path = folder / f"model-{kind}.gguf"
+    truth, engine = engine_for(path), engine_for(path, "cpu")
+    divergences = []
+    for ids in Golden(folder, "").prompts.values():
+        divergences.append(mean_kl(all_logits(truth, ids), all_logits(engine, ids)))
+        if kind in ("f16", "f32"):
+            assert drive(engine).generate(ids, 16) == drive(truth).generate(ids, 16)
+    bound = LLAMA_CPP_KL.get((model, kind))
+    assert max(divergences) <= (bound / 20 if bound else NOT_QUANTISED_KL)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("item", range(6))
+def test_smollm2(golden: Path, smollm2: Path, engine_for: Make, drive: Make, item: int) -> None:
+    stored = json.loads((golden / "smollm2/golden.json").read_text())["items"][item]
+    engine = engine_for(smollm2, "cpu")
+    tokens = drive(engine).generate(stored["ids"], 64)
+    assert tokens == stored["deq_f32"]["greedy"]

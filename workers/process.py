@@ -1,0 +1,247 @@
+"""The life of one worker process: pin, load, Ready, then a Result for every Step until its end.
+
+It never chooses anything: the Plan says what to allocate, the gateway what to compute. Its one
+socket is a DEALER whose identity is its name. `Ready` is repeated every second until the gateway
+has said something, and again after a lost connection, with all slots forgotten: a worker that was
+started by hand may come before the gateway and outlive it. `Ready.instance` differs between two
+processes of the same name, so a gateway can tell a repetition from a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import zmq
+from voltapile.shm.board import Board
+from voltapile.shm.segment import SegmentError
+from voltapile.topology import affinity
+from voltapile.topology.endpoint import default_endpoint
+from voltapile.topology.plan import Plan
+from voltapile.workers import steplog
+from voltapile.workers.engine import Engine, open_engine
+from voltapile.workers.protocol import (
+    Failed,
+    Message,
+    Ready,
+    Stats,
+    Step,
+    Stop,
+    decode,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+READY_SECONDS = 1.0  # between two Ready while the gateway is silent
+STATS_SECONDS = 0.1  # between two Stats while loading
+BEAT_SECONDS = 0.2  # between two signs of life, in a step too
+LAST_WORDS_MS = 2000  # how long Failed may take to leave
+PR_SET_PDEATHSIG = 1
+
+
+class StoppedError(Exception):
+    """Somebody wants this process to end, cleanly."""
+
+
+class Worker:
+    """One rank. is_spawned: a gateway started this process, stops it, and is its reason to live."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int = 0,
+        endpoint: str = "",
+        record: Path | None = None,
+        is_spawned: bool = False,
+    ) -> None:
+        self.plan, self.rank, self.record, self.is_spawned = plan, rank, record, is_spawned
+        self.name = f"text-{rank}"
+        self.endpoint = endpoint or plan.endpoint or default_endpoint(plan.id)
+        self.instance = secrets.randbits(63)
+        self.parent = os.getppid()
+        self.is_greeted = self.is_ending = False
+        self.step_id = -1
+        self.next_ready = self.next_stats = 0.0
+
+    def run(self) -> int:
+        """Live; returns the process's exit code. Only in a main thread, since it takes signals."""
+        context = zmq.Context()
+        self.socket = self._connect(context)
+        self._watch_signals()
+        try:
+            with contextlib.ExitStack() as resources:
+                self.board = resources.enter_context(self._join())
+                resources.enter_context(self._heart())
+                self._serve(resources)
+        except StoppedError as reason:
+            log.info("%s ends: %s", self.name, reason)
+        except Exception as error:
+            log.exception("%s failed", self.name)
+            self.socket.linger = LAST_WORDS_MS
+            self._say(Failed(name=self.name, step=self.step_id, reason=describe(error)))
+            return 1
+        finally:
+            self.is_ending = True
+            self.socket.close()
+            context.term()
+        return 0
+
+    # --- start ----------------------------------------------------------------------------
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt_string(zmq.IDENTITY, self.name)
+        # Nothing is queued for a gateway that is not there: it would come in a burst, and late.
+        socket.immediate = True
+        socket.linger = 0
+        socket.connect(self.endpoint)
+        return socket
+
+    @contextlib.contextmanager
+    def _join(self) -> Iterator[Board]:
+        """The Board that the gateway made, or our own where no gateway is yet."""
+        ranks = len(self.plan.ranks)
+        try:
+            board = Board.open(self.plan.id, ranks)
+        except SegmentError:
+            board = Board.create(self.plan.id, ranks)
+        board.join(self.rank)
+        try:
+            yield board
+        except StoppedError:
+            board.publish(self.rank, "stopped")
+            raise
+        except Exception as error:
+            board.publish(self.rank, "failed", describe(error))
+            raise
+        finally:
+            board.close()
+
+    def _load(self, resources: contextlib.ExitStack) -> Engine:
+        mine = self.plan.ranks[self.rank]
+        affinity.pin(mine.cpus, mine.node)
+        return resources.enter_context(open_engine(self.plan, self.rank, self._progress))
+
+    def _progress(self, stage: str, fraction: float) -> None:
+        """Tell how far loading is."""
+        self._beat()
+        self.board.publish(self.rank, "loading", stage, fraction)
+        if time.monotonic() >= self.next_stats:
+            self.next_stats = time.monotonic() + STATS_SECONDS
+            self._say(Stats(name=self.name, values={"stage": stage, "fraction": fraction}))
+
+    # --- loop -----------------------------------------------------------------------------
+    def _serve(self, resources: contextlib.ExitStack) -> None:
+        engine = self._load(resources)
+        self.board.publish(self.rank, "ready", "ready", 1.0)
+        self.log = resources.enter_context(self.record.open("wb")) if self.record else None
+        monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        resources.callback(self.socket.disable_monitor)
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        while True:
+            events = dict(poller.poll(int(BEAT_SECONDS * 1000)))
+            self._beat()
+            if monitor in events:
+                monitor.recv_multipart()
+                self._start_anew(engine)
+            elif self.socket in events:
+                self._handle(engine, self.socket.recv_multipart())
+            elif not self.is_greeted and time.monotonic() >= self.next_ready:
+                self.next_ready = time.monotonic() + READY_SECONDS
+                self._say(self._ready())
+
+    def _handle(self, engine: Engine, frames: list[bytes]) -> None:
+        message = decode(frames)
+        self.is_greeted = True
+        match message:
+            case Step():
+                if self.log:  # before it runs, so that the log holds the Step that kills
+                    steplog.write(self.log, frames)
+                    self.log.flush()
+                self.step_id = message.id
+                self.board.begin_step(self.rank, message.id)
+                result = engine.run(message)
+                self.board.begin_step(self.rank, -1)
+                self._say(result)
+            case Stop():
+                raise StoppedError(message.reason or "the gateway asked")
+            case _:
+                raise ValueError(f"a worker does not understand {type(message).__name__}")
+
+    def _start_anew(self, engine: Engine) -> None:
+        """The gateway is gone. Its last Steps are nobody's; the next gateway finds empty slots."""
+        log.info("%s has lost its gateway", self.name)
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self.socket.recv_multipart(zmq.NOBLOCK)
+        engine.forget()
+        self.is_greeted = False
+
+    def _ready(self) -> Ready:
+        return Ready(
+            name=self.name,
+            plan=self.plan.id,
+            pages=[group.pages for group in self.plan.caches],
+            slots=self.plan.slots,
+            instance=self.instance,
+        )
+
+    def _say(self, message: Message) -> None:
+        """Send; to nobody if no gateway is there."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send_multipart(encode(message), zmq.NOBLOCK)
+
+    # --- signs of life and of death -------------------------------------------------------
+    def _beat(self) -> None:
+        self.board.beat(self.rank)
+        if self.board.aborted is not None:
+            raise RuntimeError(f"the group was ended: {self.board.aborted}")
+        if self.is_spawned and os.getppid() != self.parent:
+            raise StoppedError("the gateway's process is gone")
+
+    @contextlib.contextmanager
+    def _heart(self) -> Iterator[None]:
+        """Beat while a step runs, too.
+
+        Python runs a signal's handler between two instructions of the main thread, so the loop
+        itself writes: a thread would go on beating for a loop that hangs.
+        """
+        before = signal.signal(signal.SIGALRM, lambda number, frame: self._beat())
+        signal.setitimer(signal.ITIMER_REAL, BEAT_SECONDS, BEAT_SECONDS)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _watch_signals(self) -> None:
+        signal.signal(signal.SIGTERM, self._stop)
+        if not self.is_spawned:
+            signal.signal(signal.SIGINT, self._stop)
+            return
+        # Ctrl-C reaches the whole foreground group; the gateway decides when its workers end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if not self.is_ending:
+            self.is_ending = True
+            raise StoppedError(signal.Signals(number).name)
+
+
+def describe(error: BaseException) -> str:
+    """One line for people."""
+    text = str(error).strip() or "no message"
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
