@@ -9,7 +9,7 @@ from voltapile.gateway.api.answer import answer
 from voltapile.gateway.api.generate import Delta, Generation, Outcome
 from voltapile.gateway.api.prompt import chat_prompt
 from voltapile.gateway.api.schema import chat_request
-from voltapile.gateway.api.services import SERVICES, off_loop
+from voltapile.gateway.api.services import SERVICES, off_loop, read_body
 
 
 class ChatShape:
@@ -23,17 +23,22 @@ class ChatShape:
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
         """The role comes with the first token, so that the first event is the first token's."""
-        content: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
-        content["content"] = delta.text
-        events = [{"index": delta.index, "delta": content, "finish_reason": None}]
-        if delta.finish:
-            events.append({"index": delta.index, "delta": {}, "finish_reason": delta.finish})
-        return events
+        contents: list[dict[str, str]] = []
+        if delta.is_first:
+            contents.append({"role": "assistant", "content": delta.text})
+        elif delta.text or not delta.finish:
+            contents.append({"content": delta.text})
+        events = [_event(delta.index, content, None) for content in contents]
+        return [*events, _event(delta.index, {}, delta.finish)] if delta.finish else events
+
+
+def _event(index: int, delta: dict[str, str], finish: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": finish}
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
-    body = await request.read()
+    body = await read_body(request)
     chat = await off_loop(len(body), chat_request, body)
     prompt = await chat_prompt(services, chat)
     generation = Generation(services, prompt, chat.options)

@@ -7,9 +7,9 @@ from typing import Any
 from aiohttp import web
 from voltapile.gateway.api.answer import answer
 from voltapile.gateway.api.generate import Delta, Generation, Outcome
-from voltapile.gateway.api.prompt import completion_prompt
+from voltapile.gateway.api.prompt import completion_prompts
 from voltapile.gateway.api.schema import CompletionRequest, completion_request
-from voltapile.gateway.api.services import SERVICES, Services, off_loop
+from voltapile.gateway.api.services import SERVICES, Services, off_loop, read_body
 
 
 class CompletionShape:
@@ -27,9 +27,9 @@ class CompletionShape:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
-    body = await request.read()
+    body = await read_body(request)
     asked = await off_loop(len(body), completion_request, body, services.tokenizer.vocab_size)
-    prompts = [await completion_prompt(services, prompt) for prompt in asked.prompts]
+    prompts = await completion_prompts(services, asked)
     generations = _start(services, asked, prompts)
     return await answer(request, services, CompletionShape(), generations, asked.options)
 

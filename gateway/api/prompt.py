@@ -6,10 +6,13 @@ vocabulary or the context. It does not know how tokens are generated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from voltapile.gateway.api.errors import bad_request
-from voltapile.gateway.api.schema import ChatRequest
+from voltapile.gateway.api.schema import ChatRequest, CompletionRequest
 from voltapile.gateway.api.services import Services, off_loop
 from voltapile.gateway.template import ChatTemplate, TemplateError
+from voltapile.gateway.tokenizer import Tokenizer
 
 
 async def chat_prompt(services: Services, chat: ChatRequest) -> list[int]:
@@ -21,11 +24,14 @@ async def chat_prompt(services: Services, chat: ChatRequest) -> list[int]:
     return _checked(services, ids, "messages")
 
 
-async def completion_prompt(services: Services, prompt: str | list[int]) -> list[int]:
-    """A text is tokenised as it stands, special tokens included; ids are taken as they are."""
-    if isinstance(prompt, str):
-        prompt = await off_loop(len(prompt), services.tokenizer.encode, prompt)
-    return _checked(services, prompt, "prompt")
+async def completion_prompts(services: Services, asked: CompletionRequest) -> list[list[int]]:
+    """Texts are tokenised as they stand, special tokens included; ids are taken as they are."""
+    prompts = await off_loop(asked.body_bytes, _encoded, services.tokenizer, asked.prompts)
+    return [_checked(services, ids, "prompt") for ids in prompts]
+
+
+def _encoded(tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+    return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
 
 def _render(template: ChatTemplate, chat: ChatRequest) -> str:

@@ -86,7 +86,7 @@ class ChatRequest:
     messages: list[dict[str, Any]]
     template_kwargs: dict[str, Any]
     options: Options
-    body_bytes: int  # a bound for the work of rendering
+    body_bytes: int  # says how long rendering and tokenising may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,7 @@ class CompletionRequest:
     prompts: list[str] | list[list[int]]
     echo: bool
     options: Options
+    body_bytes: int
 
 
 def chat_request(body: bytes) -> ChatRequest:
@@ -117,6 +118,7 @@ def completion_request(body: bytes, vocab_size: int) -> CompletionRequest:
         prompts=_prompts(fields.values.get("prompt"), vocab_size),
         echo=fields.flag("echo"),
         options=_options(fields, default_tokens=COMPLETION_TOKENS),
+        body_bytes=len(body),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiohttp import web
+from voltapile.gateway.api.errors import ApiError
 from voltapile.gateway.engine import Engine
 from voltapile.gateway.metrics import Metrics
 from voltapile.gateway.template import ChatTemplate
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+BODY_SECONDS = 300.0
 OFF_LOOP_BYTES = 16 << 10  # input from which parsing, rendering and tokenising leave the event loop
 
 
@@ -44,6 +46,16 @@ class Services:
 
 
 SERVICES = web.AppKey("services", Services)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body. A client that is slower than BODY_SECONDS gets a 408."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError as error:
+        message = f"the body did not arrive within {BODY_SECONDS:g} s"
+        raise ApiError(408, message, code="request_timeout") from error
 
 
 async def off_loop(size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -8,35 +8,41 @@ from aiohttp import web
 from voltapile.gateway.api.errors import bad_request, json_response
 from voltapile.gateway.api.fields import Fields
 from voltapile.gateway.api.schema import token_ids
-from voltapile.gateway.api.services import SERVICES, off_loop
+from voltapile.gateway.api.services import SERVICES, off_loop, read_body
 from voltapile.gateway.tokenizer import Tokenizer
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """{"content", "add_special": false, "parse_special": true, "with_pieces": false}"""
-    tokenizer = request.app[SERVICES].tokenizer
-    fields = Fields.parse(await request.read())
-    text = fields.text("content")
-    if text is None:
-        raise bad_request("'content' is missing", "content", "missing_required_parameter")
-    ids = await off_loop(
-        len(text),
-        tokenizer.encode,
-        text,
-        add_special=fields.flag("add_special"),
-        parse_special=fields.flag("parse_special", default=True),
-    )
-    if not fields.flag("with_pieces"):
-        return json_response({"tokens": ids})
-    return json_response({"tokens": [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]})
+    body = await read_body(request)
+    tokens = await off_loop(len(body), _tokens, request.app[SERVICES].tokenizer, body)
+    return json_response({"tokens": tokens})
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """{"tokens": [ids]}; control tokens show their names."""
-    tokenizer = request.app[SERVICES].tokenizer
-    fields = Fields.parse(await request.read())
-    ids = token_ids(fields.list("tokens"), "tokens", tokenizer.vocab_size)
-    return json_response({"content": tokenizer.decode(ids, special=True)})
+    body = await read_body(request)
+    content = await off_loop(len(body), _content, request.app[SERVICES].tokenizer, body)
+    return json_response({"content": content})
+
+
+def _tokens(tokenizer: Tokenizer, body: bytes) -> list[Any]:
+    fields = Fields.parse(body)
+    text = fields.text("content")
+    if text is None:
+        raise bad_request("'content' is missing", "content", "missing_required_parameter")
+    with_pieces = fields.flag("with_pieces")
+    ids = tokenizer.encode(
+        text,
+        add_special=fields.flag("add_special"),
+        parse_special=fields.flag("parse_special", default=True),
+    )
+    return [{"id": i, "piece": _piece(tokenizer, i)} for i in ids] if with_pieces else ids
+
+
+def _content(tokenizer: Tokenizer, body: bytes) -> str:
+    ids = token_ids(Fields.parse(body).list("tokens"), "tokens", tokenizer.vocab_size)
+    return tokenizer.decode(ids, special=True)
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> Any:

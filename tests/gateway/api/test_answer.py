@@ -33,7 +33,7 @@ async def test_an_error_in_a_stream_is_its_last_event(events, engine, path, fail
 async def test_several_tokens_at_once_are_one_event(events, engine, path):
     engine.script = [Chunk(list(b"abc")), Chunk(list(b"def"), finish="length")]
     payloads = await events(path, BODIES[path])
-    assert len(payloads) == (4 if "chat" in path else 3)  # chat's finish is an event of its own
+    assert len(payloads) == (4 if "chat" in path else 3)  # chat's finish is its own event
 
 
 async def test_comments_while_the_prompt_is_computed(serve, engine, parse):

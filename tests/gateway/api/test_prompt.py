@@ -1,11 +1,13 @@
 import json
+from dataclasses import replace
 
 import pytest
 from voltapile.gateway.api.errors import ApiError
-from voltapile.gateway.api.prompt import chat_prompt, completion_prompt
-from voltapile.gateway.api.schema import chat_request
+from voltapile.gateway.api.prompt import chat_prompt, completion_prompts
+from voltapile.gateway.api.schema import chat_request, completion_request
 from voltapile.gateway.api.services import Services
 from voltapile.gateway.metrics import Metrics
+from voltapile.gateway.template import ChatTemplate
 
 
 @pytest.fixture
@@ -21,6 +23,12 @@ def chat(content="hi", **fields):
     return chat_request(json.dumps(body).encode())
 
 
+async def ids_of(services, prompt):
+    asked = completion_request(json.dumps({"prompt": prompt}).encode(), 258)
+    [ids] = await completion_prompts(services, asked)
+    return ids
+
+
 async def test_a_chat_is_rendered_with_special_tokens(services):
     ids = await chat_prompt(services, chat())
     expected = [256, *b"user\nhi", 257, *b"\n", 256, *b"assistant\n"]
@@ -33,24 +41,25 @@ async def test_template_arguments_reach_the_template(services):
 
 
 async def test_a_text_keeps_its_special_tokens(services):
-    assert await completion_prompt(services, "a<|im_end|>") == [97, 257]
+    assert await ids_of(services, "a<|im_end|>") == [97, 257]
 
 
 async def test_ids_are_taken_as_they_are(services):
-    assert await completion_prompt(services, [1, 2]) == [1, 2]
+    assert await ids_of(services, [1, 2]) == [1, 2]
 
 
-@pytest.mark.parametrize("prompt", ["", []])
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""]])
 async def test_an_empty_prompt_is_refused(services, prompt):
-    with pytest.raises(ApiError, match="empty"):
-        await completion_prompt(services, prompt)
+    with pytest.raises(ApiError, match="empty") as caught:
+        await ids_of(services, prompt)
+    assert caught.value.param == "prompt"
 
 
 async def test_the_context_is_the_limit(services, plan):
-    assert len(await completion_prompt(services, [1] * (plan.context - 1))) == plan.context - 1
+    assert len(await ids_of(services, [1] * (plan.context - 1))) == plan.context - 1
     for length in (plan.context, plan.context + 1):
         with pytest.raises(ApiError, match=rf"{length} tokens.* {plan.context} tokens") as caught:
-            await completion_prompt(services, [1] * length)
+            await ids_of(services, [1] * length)
         assert caught.value.code == "context_length_exceeded"
         assert caught.value.param == "prompt"
 
@@ -62,10 +71,6 @@ async def test_a_long_chat_names_messages(services):
 
 
 async def test_what_the_template_refuses_is_the_callers_fault(services):
-    from dataclasses import replace
-
-    from voltapile.gateway.template import ChatTemplate
-
     strict = replace(services, template=ChatTemplate("{{ raise_exception('no such role') }}"))
     with pytest.raises(ApiError, match="no such role") as caught:
         await chat_prompt(strict, chat())
@@ -73,7 +78,5 @@ async def test_what_the_template_refuses_is_the_callers_fault(services):
 
 
 async def test_no_template_at_all(services):
-    from dataclasses import replace
-
     with pytest.raises(ApiError, match="no chat template"):
         await chat_prompt(replace(services, template=None), chat())
