@@ -134,7 +134,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "alignment 0": (build([string("general.alignment") + u32(4) + u32(0)], []), "alignment = 0"),
     "alignment 24": (build([string("general.alignment") + u32(4) + u32(24)], []), "power of two"),
     "alignment text": (build([string("general.alignment") + u32(8) + string("x")], []), "'x'"),
-    "same tensor": (build([], [TENSOR, TENSOR]), "byte 61: tensor 'a' occurs twice"),
+    "same tensor": (build([], [TENSOR, TENSOR]), "byte 65: tensor 'a' occurs twice"),
     "no dims": (build([], [info("a", [], 0, 0)]), "'a' has 0 dimensions, expected 1 to 4"),
     "5 dims": (build([], [info("a", [1] * 5, 0, 0)]), "'a' has 5 dimensions, expected 1 to 4"),
     "zero dim": (build([], [info("a", [4, 0], 0, 0)]), r"dimensions \[4, 0\], expected 1 to"),
