@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 from collections.abc import AsyncIterator, Iterable
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 from voltapile.gateway.api.chat import chat_completions
 from voltapile.gateway.api.completions import completions
@@ -59,7 +61,7 @@ def make_app(
         write_seconds=write_seconds,
     )
     _add_routes(app, metrics)
-    app.on_response_prepare.append(_cors_headers)
+    app.on_response_prepare.append(_common_headers)
     app.on_shutdown.append(_interrupt_generations)
     app.cleanup_ctx.append(_loop_watch)
     return app
@@ -71,7 +73,11 @@ async def listening(
 ) -> AsyncIterator[str]:
     """Serves `app` inside the block; yields its URL (port 0: one that is free)."""
     runner = web.AppRunner(
-        app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None
+        app,
+        handler_cancellation=True,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        access_log=None,
+        logger=_server_log,
     )
     await runner.setup()
     try:
@@ -86,6 +92,16 @@ async def run(app: web.Application, host: str, port: int, stop: asyncio.Event) -
     """Serves `app` until `stop` is set."""
     async with listening(app, host, port):
         await stop.wait()
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Whatever speaks no HTTP (scanners, TLS to this port) would fill the log with tracebacks."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
+
+
+_server_log = logging.getLogger(f"{__name__}.server")
+_server_log.addFilter(_is_worth_a_line)
 
 
 def _add_routes(app: web.Application, with_metrics: bool) -> None:
@@ -149,7 +165,8 @@ async def _authorise(request: web.Request, handler: Handler) -> web.StreamRespon
     return await handler(request)
 
 
-async def _cors_headers(request: web.Request, response: web.StreamResponse) -> None:
+async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "voltapile"
     response.headers["Access-Control-Allow-Origin"] = "*"
 
 
