@@ -16,12 +16,17 @@ from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import isfinite
 from pathlib import Path
+from typing import Self
 
+from voltapile.shm.board import Board
+from voltapile.shm.segment import SegmentError
 from voltapile.topology.endpoint import prepare, runtime_directory
 from voltapile.topology.plan import Plan, to_json
 
 LAST_WORDS = 20  # lines of standard error kept for the reason
+RENEW_SECONDS = 1.0  # age of a heartbeat that may be on an old Board
 ASK_SECONDS, TERM_SECONDS = 1.0, 0.8  # together with SIGKILL well under three seconds
 
 
@@ -51,6 +56,46 @@ def plan_file(plan: Plan) -> Iterator[Path]:
         Path(name).unlink(missing_ok=True)
         if socket:
             socket.unlink(missing_ok=True)
+
+
+class Pulse:
+    """How long ago the quietest rank of a plan gave a sign of life on the Board.
+
+    Made before the workers are started. A worker that someone else started before us has made its
+    own Board; after its end the next one makes another, so an old one is looked up again.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan_id, self._ranks = plan.id, len(plan.ranks)
+        try:
+            self._board = Board.create(self._plan_id, self._ranks)
+            self._is_ours = True
+        except SegmentError:
+            self._board = Board.open(self._plan_id, self._ranks)
+            self._is_ours = False
+
+    def age(self) -> float | None:
+        """Seconds; None: a rank has not begun."""
+        age = self._age()
+        if age > RENEW_SECONDS and not self._is_ours:
+            with suppress(SegmentError):
+                board = Board.open(self._plan_id, self._ranks)
+                self._board.close()
+                self._board = board
+                age = self._age()
+        return age if isfinite(age) else None
+
+    def close(self) -> None:
+        self._board.close()
+
+    def _age(self) -> float:
+        return max(self._board.health(rank).age for rank in range(self._ranks))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Restarts:
@@ -87,19 +132,27 @@ class Supervisor:
         """Start all. Raises OSError."""
         assert not self._processes, "already started"
         for command in self._commands:
-            # A session of its own: Ctrl-C is for us, and we end the workers in order.
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )
             words: deque[str] = deque(maxlen=LAST_WORDS)
-            self._processes.append(process)
+            # A pipe of our own: Process.wait would wait for grandchildren that hold asyncio's.
+            reading, writing = os.pipe()
+            self._readers.append(asyncio.create_task(_listen(reading, words)))
             self._words.append(words)
-            assert process.stderr is not None
-            self._readers.append(asyncio.create_task(_listen(process.stderr, words)))
+            try:
+                # A session of its own: Ctrl-C is for us, and we end the workers in order.
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=writing,
+                    start_new_session=True,
+                )
+            except OSError:
+                os.close(writing)
+                self.kill()
+                await self._reap()
+                raise
+            os.close(writing)
+            self._processes.append(process)
 
     async def wait(self) -> str:
         """Wait until one process has ended, end the others, and say why."""
@@ -157,19 +210,24 @@ class Supervisor:
         self._processes, self._readers, self._words = [], [], []
 
 
-async def _listen(stream: asyncio.StreamReader, words: deque[str]) -> None:
+async def _listen(pipe: int, words: deque[str]) -> None:
     """Pass a worker's standard error on, and remember its end."""
-    while True:
-        try:
-            line = await stream.readline()
-        except ValueError:  # a line longer than the reader's buffer: dropped
-            continue
-        if not line:
-            return
-        text = line.decode(errors="replace").rstrip()
-        if text:
-            words.append(text)
-            sys.stderr.write(text + "\n")
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", 0)
+    )
+    try:
+        while not stream.at_eof():
+            try:
+                line = await stream.readline()
+            except ValueError:  # longer than the reader's buffer: dropped
+                continue
+            text = line.decode(errors="replace").rstrip()
+            if text:
+                words.append(text)
+                sys.stderr.write(text + "\n")
+    finally:
+        transport.close()
 
 
 def _reason(code: int, words: Sequence[str]) -> str:

@@ -1,0 +1,183 @@
+"""voltapile serve: gateway, workers and HTTP API at once.
+
+HTTP listens before the model is loaded (/health tells how far it is), so a port in use is found
+first. Ctrl-C or SIGTERM ends streams, workers and files; a second one does not wait for anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from voltapile.gateway.cli.options import add_model_options, make_plan
+
+if TYPE_CHECKING:
+    from aiohttp import web
+    from voltapile.gateway.engine import Engine
+    from voltapile.gateway.supervisor import Supervisor
+    from voltapile.topology.plan import Plan
+
+LOOK_SECONDS = 0.05  # between two looks at the engine's health
+PROGRESS_STEP = 0.25  # of a stage, between two lines
+# The numpy backend computes a Step in one breath and gives no sign of life meanwhile.
+SILENT_SECONDS = {"reference": 60.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_http_options(parser)
+
+
+def add_http_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at")
+    add("--port", type=int, default=8080, metavar="N", help="port to listen at; 0: a free one")
+    add("--api-key", action="append", default=[], metavar="KEY",
+        help="key that clients must send; several: again, or with commas")  # fmt: skip
+    add("--api-key-file", type=Path, metavar="FILE", help="keys, one a line")
+    add("--metrics", action=argparse.BooleanOptionalAction, default=True,
+        help="serve /metrics for Prometheus")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    from voltapile.topology.endpoint import private_endpoint
+
+    if args.model == "demo":
+        from voltapile.gateway.cli import demo
+
+        args.model = str(demo.fetch(demo.default_directory()))
+    plan = make_plan(args, private_endpoint())
+    return run_loop(Server(plan, args, starts_workers=True).run())
+
+
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
+    """On uvloop, where it is installed."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        with asyncio.Runner() as runner:
+            return runner.run(main)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(main)
+
+
+def api_keys(args: argparse.Namespace) -> list[str]:
+    """Raises OSError."""
+    keys = [key for option in args.api_key for key in option.split(",")]
+    if args.api_key_file:
+        keys += args.api_key_file.read_text().splitlines()
+    return [key.strip() for key in keys if key.strip()]
+
+
+class Server:
+    """Everything between the first line printed and the exit code."""
+
+    def __init__(self, plan: Plan, args: argparse.Namespace, starts_workers: bool) -> None:
+        self.plan, self.args, self.starts_workers = plan, args, starts_workers
+        self.stop = asyncio.Event()
+        self.supervisor: Supervisor | None = None
+
+    async def run(self) -> int:
+        """Serve until told to stop. Raises OSError if there is nothing to serve."""
+        from voltapile.gateway.api.app import listening
+        from voltapile.gateway.engine import Engine
+        from voltapile.gateway.supervisor import Pulse, Supervisor, plan_file, worker_command
+
+        async with AsyncExitStack() as stack:
+            files = stack.enter_context(ExitStack())
+            pulse = files.enter_context(Pulse(self.plan))
+            if self.starts_workers:
+                path = files.enter_context(plan_file(self.plan))
+                ranks = [rank.rank for rank in self.plan.ranks]
+                self.supervisor = Supervisor([worker_command(path, rank) for rank in ranks])
+            self._take_signals(files)
+            seconds = SILENT_SECONDS.get(self.plan.backend, 5.0)
+            engine = Engine(self.plan, self.supervisor, pulse.age, seconds)
+            app = self._app(engine)
+            url = await stack.enter_async_context(listening(app, self.args.host, self.args.port))
+            self._say(f"{self._summary()}\n{url} listens; the model is loading")
+            await stack.enter_async_context(engine)
+            await self._report(engine, url)
+            await self.stop.wait()
+            self._say("stopping")
+        return 0
+
+    def _app(self, engine: Engine) -> web.Application:
+        from voltapile.gateway.api.app import make_app
+        from voltapile.gateway.template import ChatTemplate, TemplateError
+        from voltapile.gateway.tokenizer import Tokenizer
+        from voltapile.shm.gguf import Gguf
+
+        with Gguf.open(Path(self.plan.model[0])) as gguf:
+            tokenizer = Tokenizer.from_gguf(gguf)
+            try:
+                template = ChatTemplate.from_metadata(gguf.metadata)
+            except TemplateError as error:
+                self._say(f"no chat: {error}")
+                template = None
+        keys, metrics = api_keys(self.args), self.args.metrics
+        return make_app(engine, tokenizer, template, self.plan, api_keys=keys, metrics=metrics)
+
+    async def _report(self, engine: Engine, url: str) -> None:
+        """Print how loading goes, until it is done. Raises OSError if it fails."""
+        shown = ("", 0.0)
+        while not self.stop.is_set():
+            health = engine.health
+            if health.status == "ok":
+                return self._say(f"ready\n\n{self._example(url)}\n")
+            if health.status == "failed" and self.starts_workers:
+                raise OSError(health.reason)
+            now = (health.stage, health.fraction // PROGRESS_STEP * PROGRESS_STEP)
+            if now != shown:
+                reason = f" ({health.reason})" if health.reason else ""
+                self._say(f"loading: {health.stage} {health.fraction:.0%}{reason}")
+                shown = now
+            await asyncio.sleep(LOOK_SECONDS)
+        return None
+
+    def _take_signals(self, files: ExitStack) -> None:
+        """The first signal ends everything in order, the second at once."""
+
+        def take() -> None:
+            if not self.stop.is_set():
+                self.stop.set()
+                return
+            if self.supervisor is not None:
+                self.supervisor.kill()
+            files.close()
+            os._exit(130)
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, take)
+
+    def _summary(self) -> str:
+        plan = self.plan
+        allocated = sum(sum(rank.memory.values()) for rank in plan.ranks)
+        mapped = sum(rank.mapped_bytes for rank in plan.ranks)
+        threads = sum(rank.threads for rank in plan.ranks)
+        lines = [
+            f"{plan.alias} ({plan.architecture}) on {plan.backend}, {threads} thread(s)",
+            f"context {plan.context} tokens, {plan.slots} requests at once; memory "
+            f"{allocated / 2**20:,.0f} MiB beside {mapped / 2**20:,.0f} MiB of mapped file",
+        ]
+        return "\n".join(lines + [f"warning: {text}" for text in plan.warnings])
+
+    def _example(self, url: str) -> str:
+        key = " -H 'Authorization: Bearer KEY'" if api_keys(self.args) else ""
+        return (
+            f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
+            '  -d \'{"messages": [{"role": "user", "content": "Why is the sky blue?"}], '
+            '"max_tokens": 100}\''
+        )
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
