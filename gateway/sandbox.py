@@ -100,10 +100,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             tree = _Bounds().visit(self.parse(source)).set_environment(self)
             return partial(_render, self.from_string(tree))
         except jinja2.TemplateSyntaxError as error:
-            message = f"the model's chat template, line {error.lineno}: {error.message}"
-            raise TemplateError(message) from error
+            raise TemplateError(f"line {error.lineno}: {error.message}") from error
         except Exception as error:  # such as nesting beyond what Python compiles
-            raise TemplateError(f"the model's chat template cannot be compiled: {error}") from error
+            raise TemplateError(f"it cannot be compiled: {error}") from error
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if time.thread_time() > _deadline.get():
@@ -149,10 +148,7 @@ def _render(
     except _Raised as error:
         raise TemplateError(str(error)) from error
     except Exception as error:  # a template can raise whatever Python can
-        reason = str(error) or type(error).__name__
-        raise TemplateError(
-            f"the model's chat template failed on these messages: {reason}"
-        ) from error
+        raise TemplateError(str(error) or type(error).__name__) from error
     finally:
         _deadline.reset(token)
 
