@@ -1,0 +1,117 @@
+"""Machine: probing trees of /sys and /proc that were made up, and this computer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from voltapile.topology.machine import Machine, MachineError, load, parse_cpus, probe, save
+
+MACHINES = sorted((Path(__file__).parents[1] / "data" / "machines").glob("*.json"))
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def two_sockets(tmp_path: Path) -> Path:
+    """2 nodes x 2 cores x 2 threads, a third node of memory alone."""
+    node, cpu = "sys/devices/system/node/node", "sys/devices/system/cpu/cpu"
+    files = {
+        "proc/meminfo": "MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable:  800 kB\n",
+        "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nflags\t: a b\n",
+        f"{node}0/cpulist": "0-1,4-5\n",
+        f"{node}0/meminfo": "Node 0 MemTotal: 600 kB\nNode 0 MemFree: 50 kB\n"
+        "Node 0 FilePages: 450 kB\n",
+        f"{node}1/cpulist": "2-3,6-7\n",
+        f"{node}1/meminfo": "Node 1 MemTotal: 400 kB\nNode 1 MemFree: 50 kB\n",
+        f"{node}255/cpulist": "\n",
+        f"{node}255/meminfo": "Node 255 MemTotal: 9000 kB\n",
+    }
+    for number in range(8):
+        siblings = f"{number % 4},{number % 4 + 4}\n"
+        files[f"{cpu}{number}/topology/thread_siblings_list"] = siblings
+    write(tmp_path, files)
+    return tmp_path
+
+
+def test_nodes_cores_and_memory(two_sockets: Path) -> None:
+    machine = probe(two_sockets, allowed=range(8))
+    assert machine.cpu == "Some CPU @ 2 GHz"
+    assert (machine.memory_bytes, machine.available_bytes) == (1000 << 10, 800 << 10)
+    assert [node.id for node in machine.nodes] == [0, 1]
+    first, second = machine.nodes
+    assert (first.cpus, first.cores) == ([0, 1, 4, 5], 2)
+    assert (second.cpus, second.cores) == ([2, 3, 6, 7], 2)
+    assert (first.memory_bytes, first.free_bytes) == (600 << 10, 500 << 10)
+    assert machine.cpu_limit == 0
+
+
+def test_only_allowed_cpus_count(two_sockets: Path) -> None:
+    (node,) = probe(two_sockets, allowed=[1, 5, 4]).nodes
+    assert (node.id, node.cpus, node.cores) == (0, [1, 4, 5], 2)
+
+
+def test_without_numa_in_sys(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/meminfo": "MemTotal: 10 kB\nMemAvailable: 5 kB\n"})
+    machine = probe(tmp_path, allowed=[3, 1])
+    assert [(n.id, n.cpus, n.cores, n.free_bytes) for n in machine.nodes] == [(0, [1, 3], 2, 5120)]
+
+
+def test_control_groups_narrow_it(two_sockets: Path) -> None:
+    group = "sys/fs/cgroup/a/"
+    files = {
+        "proc/self/cgroup": "0::/a\n",
+        group + "memory.max": str(300 << 10),
+        group + "memory.current": str(100 << 10),
+        group + "cpu.max": "150000 100000\n",
+    }
+    write(two_sockets, files)
+    machine = probe(two_sockets, allowed=range(8))
+    assert (machine.memory_bytes, machine.available_bytes) == (300 << 10, 200 << 10)
+    assert machine.nodes[0].memory_bytes == 300 << 10
+    assert machine.cpu_limit == 1.5
+
+
+def test_this_computer() -> None:
+    machine = probe()
+    cpus = [cpu for node in machine.nodes for cpu in node.cpus]
+    assert sorted(cpus) == sorted(os.sched_getaffinity(0))
+    assert all(1 <= node.cores <= len(node.cpus) for node in machine.nodes)
+    assert 0 < machine.available_bytes <= machine.memory_bytes
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    machine = probe()
+    save(machine, tmp_path / "m.json")
+    assert load(tmp_path / "m.json") == machine
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+def test_stored_machines(path: Path) -> None:
+    machine = load(path)
+    assert isinstance(machine, Machine)
+    assert machine.name == path.stem
+    assert machine.available_bytes <= machine.memory_bytes
+
+
+def test_files_that_are_no_machine(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match=r"x.json: No such file"):
+        load(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(MachineError, match=r"x.json: not a machine: Expected `object`"):
+        load(tmp_path / "x.json")
+    text = MACHINES[0].read_text().replace('"version": 1', '"version": 9')
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(MachineError, match="expected a machine of version 1"):
+        load(tmp_path / "x.json")
+
+
+def test_parse_cpus() -> None:
+    assert parse_cpus("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
+    assert parse_cpus("\n") == []
