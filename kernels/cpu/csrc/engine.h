@@ -20,6 +20,8 @@ class Team {
   // Scratch of this thread alone (L2-sized), 64-byte aligned; for weight panels and the like.
   std::uint8_t* local = nullptr;
   std::int64_t local_bytes = 0;
+  // The `local` of every rank: what a thread left there is readable by others after a barrier.
+  std::uint8_t* const* locals = nullptr;
 
   // This rank's part [begin, end) of n items handed out in units of `grain`.
   std::pair<std::int64_t, std::int64_t> share(std::int64_t n, std::int64_t grain = 1) const {
@@ -34,5 +36,20 @@ struct Command {
   virtual ~Command() = default;
   virtual void run(Team& team) = 0;
 };
+
+// A Command that is a plain function over a plain struct.
+template <class Args>
+struct Call final : Command {
+  using Function = void (*)(const Args&, Team&);
+  Call(Function function, const Args& args) : function(function), args(args) {}
+  void run(Team& team) override { function(args, team); }
+  Function function;
+  Args args;
+};
+
+template <class Args>
+std::unique_ptr<Command> make_call(void (*function)(const Args&, Team&), const Args& args) {
+  return std::make_unique<Call<Args>>(function, args);
+}
 
 }  // namespace voltapile

@@ -1,0 +1,54 @@
+"""What each backend is, in plain numbers, for whoever plans with it.
+
+describe() gives the fields of topology's Backend record, which this package must not import. It
+allocates nothing and starts nothing; the formats of the cpu backend come from its C++ module.
+"""
+
+from __future__ import annotations
+
+from voltapile.shm.formats import FORMATS
+
+NAMES = ("cpu", "reference")
+FLOAT_CACHES = {"f16": (1, 2), "f32": (1, 4)}
+
+
+def describe(name: str) -> dict[str, object]:
+    """The fields of topology.plan.Backend. Raises ValueError for a name that is not in NAMES."""
+    if name == "cpu":
+        return _cpu()
+    if name == "reference":
+        return _reference()
+    raise ValueError(f"unknown backend {name!r}; there are {', '.join(NAMES)}")
+
+
+def _cpu() -> dict[str, object]:
+    from voltapile.kernels.cpu import _cpu
+
+    columns = 4096
+    return {
+        "name": "cpu",
+        "formats": [kind.name for kind in FORMATS.values() if _cpu.is_supported(kind.id)],
+        "kv_types": FLOAT_CACHES,
+        "page_tokens": 64,
+        "max_decode_rows": 64,
+        "activation_bytes": _cpu.quantised_bytes(1, columns) / columns,
+        "reserve_bytes": 160 << 20,
+        "captures": True,
+    }
+
+
+def _reference() -> dict[str, object]:
+    return {
+        "name": "reference",
+        # Everything that the gguf package dequantises.
+        "formats": [kind.name for kind in FORMATS.values() if kind.name not in _NOT_WEIGHTS],
+        "kv_types": {"f32": (1, 4)},
+        "page_tokens": 64,
+        "max_decode_rows": 8,
+        "activation_bytes": 0.0,
+        "reserve_bytes": 256 << 20,
+        "captures": False,
+    }
+
+
+_NOT_WEIGHTS = {"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"}

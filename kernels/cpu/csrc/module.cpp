@@ -1,0 +1,353 @@
+// The Python module _cpu: an Engine that runs or records Commands over numpy arrays.
+//
+// Checks what would make a pointer wrong (dtype, contiguity, by the argument types); shapes are
+// checked in kernels/cpu/ops.py. Knows nothing of models.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "commands.h"
+#include "matmul.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace voltapile {
+namespace {
+
+template <class T>
+using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+using Floats = Array<const float>;
+using Ints = Array<const std::int32_t>;
+using FloatsOut = Array<float>;
+using IntsOut = Array<std::int32_t>;
+using BytesOut = Array<std::uint8_t>;
+
+// A Matrix and the owner of its bytes.
+struct MatrixObject {
+  MatrixObject(Array<const std::uint8_t> data, int type, std::int64_t rows, std::int64_t cols)
+      : data(data) {
+    if (!is_supported(type)) throw std::invalid_argument("unsupported tensor type");
+    matrix.type = type;
+    matrix.rows = rows;
+    matrix.cols = cols;
+    matrix.row_bytes = rows ? static_cast<std::int64_t>(data.size()) / rows : 0;
+    matrix.data = data.data();
+  }
+  Array<const std::uint8_t> data;
+  Matrix matrix;
+};
+
+struct CacheObject {
+  CacheObject(BytesOut keys, BytesOut values, std::int64_t pages, std::int64_t kv_heads,
+              std::int64_t page_tokens, std::int64_t key_dim, std::int64_t value_dim,
+              const std::string& key_type, const std::string& value_type)
+      : keys(keys), values(values) {
+    layout = {keys.data(), values.data(), kv_type(key_type), kv_type(value_type),
+              pages, kv_heads, page_tokens, pitch(page_tokens), key_dim, value_dim};
+    const auto bytes = [](const BytesOut& x) { return static_cast<std::int64_t>(x.size()); };
+    if (bytes(keys) < pages * kv_heads * layout.key_head_bytes() ||
+        bytes(values) < pages * kv_heads * layout.value_head_bytes() + 128) {
+      throw std::invalid_argument("kv cache: the arrays are too small");
+    }
+  }
+  static std::int64_t pitch(std::int64_t page_tokens) {
+    return (page_tokens + KvLayout::kPitch - 1) / KvLayout::kPitch * KvLayout::kPitch;
+  }
+  static KvType kv_type(const std::string& name) {
+    if (name == "f32") return KvType::f32;
+    if (name == "f16") return KvType::f16;
+    throw std::invalid_argument("kv cache: unknown type " + name);
+  }
+  BytesOut keys, values;
+  KvLayout layout;
+};
+
+// Commands to be run in order, and what keeps alive the memory that they point to.
+struct Recording {
+  Recording() = default;
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+  std::vector<std::unique_ptr<Command>> commands;
+  std::vector<Command*> order;
+  std::vector<std::shared_ptr<void>> owners;
+};
+
+class Engine {
+ public:
+  Engine(int threads, const std::vector<int>& cpus, std::uintptr_t heartbeat, std::uintptr_t abort)
+      : pool_(threads, cpus, reinterpret_cast<std::atomic<std::int64_t>*>(heartbeat),
+              reinterpret_cast<std::atomic<std::uint32_t>*>(abort)) {}
+
+  void record() {
+    if (recording_) throw std::runtime_error("already recording");
+    recording_ = std::make_unique<Recording>();
+  }
+  std::unique_ptr<Recording> recorded() {
+    if (!recording_) throw std::runtime_error("not recording");
+    return std::move(recording_);
+  }
+
+  // Runs the command, or records it together with the owners of the memory that it uses.
+  template <class... Owners>
+  void submit(std::unique_ptr<Command> command, const Owners&... owners) {
+    Command* const raw = command.get();
+    if (!recording_) return run(&raw, 1);
+    recording_->commands.push_back(std::move(command));
+    recording_->order.push_back(raw);
+    recording_->owners.push_back(std::make_shared<std::tuple<Owners...>>(owners...));
+  }
+  void replay(const Recording& recording) {
+    run(recording.order.data(), static_cast<std::int64_t>(recording.order.size()));
+  }
+  int threads() const { return pool_.size(); }
+
+ private:
+  void run(Command* const* commands, std::int64_t count) {
+    bool done;
+    {
+      nb::gil_scoped_release release;
+      done = pool_.run(commands, count);
+    }
+    if (!done) throw std::runtime_error("aborted");
+  }
+
+  Pool pool_;
+  std::unique_ptr<Recording> recording_;
+};
+
+// --- the records of kernels/ops.py, by attribute --------------------------------------------------
+
+template <class T>
+Array<T> field(nb::handle record, const char* name) {
+  return nb::cast<Array<T>>(record.attr(name), false);  // false: never a converted copy
+}
+
+struct BatchArrays {
+  explicit BatchArrays(nb::handle b)
+      : tokens(field<std::int32_t>(b, "tokens")),
+        positions(field<std::int32_t>(b, "positions")),
+        rope_positions(field<std::int32_t>(b, "rope_positions")),
+        slots(field<const std::int32_t>(b, "slots")),
+        continues(field<const std::int32_t>(b, "continues")),
+        outputs(field<const std::int32_t>(b, "outputs")) {}
+  BatchView view() const {
+    return {tokens.data(), positions.data(), rope_positions.data(), slots.data(),
+            continues.data(), outputs.data(), static_cast<std::int64_t>(tokens.size()),
+            static_cast<std::int64_t>(outputs.size())};
+  }
+  IntsOut tokens, positions, rope_positions;
+  Ints slots, continues, outputs;
+};
+
+struct SlotArrays {
+  explicit SlotArrays(nb::handle s)
+      : last_token(field<std::int32_t>(s, "last_token")),
+        next_position(field<std::int32_t>(s, "next_position")),
+        finished(field<std::int32_t>(s, "finished")),
+        max_position(field<const std::int32_t>(s, "max_position")),
+        stop_ids(field<const std::int32_t>(s, "stop_ids")),
+        top_k(field<const std::int32_t>(s, "top_k")),
+        temperature(field<const float>(s, "temperature")),
+        top_p(field<const float>(s, "top_p")),
+        min_p(field<const float>(s, "min_p")),
+        seed(field<const std::uint64_t>(s, "seed")) {}
+  SlotView view() const {
+    return {last_token.data(), next_position.data(), finished.data(), max_position.data(),
+            stop_ids.data(), top_k.data(), temperature.data(), top_p.data(), min_p.data(),
+            seed.data(), static_cast<std::int64_t>(stop_ids.shape(1))};
+  }
+  IntsOut last_token, next_position, finished;
+  Ints max_position, stop_ids, top_k;
+  Floats temperature, top_p, min_p;
+  Array<const std::uint64_t> seed;
+};
+
+struct OutputArrays {
+  explicit OutputArrays(nb::handle o)
+      : tokens(field<std::int32_t>(o, "tokens")),
+        finish(field<std::int32_t>(o, "finish")),
+        logprobs(field<float>(o, "logprobs")) {}
+  OutputView view() const { return {tokens.data(), finish.data(), logprobs.data()}; }
+  IntsOut tokens, finish;
+  FloatsOut logprobs;
+};
+
+Places places(const Ints& slots, const Ints& positions, const Ints& table) {
+  return {slots.data(), positions.data(), table.data(), static_cast<std::int64_t>(table.shape(1)),
+          static_cast<std::int64_t>(positions.size())};
+}
+
+const Matrix* matrix_of(nb::handle object) { return &nb::cast<MatrixObject&>(object).matrix; }
+
+const float* data_or_null(const std::optional<Floats>& x) { return x ? x->data() : nullptr; }
+
+std::int64_t length(const Floats& x) { return static_cast<std::int64_t>(x.size()); }
+
+// --- ops: each makes a Command and submits it -----------------------------------------------------
+
+void begin(Engine& engine, nb::handle batch, nb::handle state) {
+  const BatchArrays b(batch);
+  const SlotArrays s(state);
+  engine.submit(make_begin(b.view(), s.view()), b, s);
+}
+
+void sample(Engine& engine, Floats logits, nb::handle batch, nb::handle state, nb::handle out) {
+  const BatchArrays b(batch);
+  const SlotArrays s(state);
+  const OutputArrays o(out);
+  const std::int64_t vocab = static_cast<std::int64_t>(logits.shape(1));
+  engine.submit(make_sample(logits.data(), vocab, b.view(), s.view(), o.view()), logits, b, s, o);
+}
+
+void rms_norm(Engine& engine, Floats x, Floats weight, FloatsOut out, float eps) {
+  const std::int64_t cols = length(weight);
+  engine.submit(
+      make_rms_norm({x.data(), weight.data(), out.data(), length(x) / cols, cols, eps}), x, weight,
+      out);
+}
+
+void rope_angles(Engine& engine, Ints positions, Floats inv_freq, FloatsOut out, float scale) {
+  std::vector<float> frequencies(inv_freq.data(), inv_freq.data() + inv_freq.size());
+  engine.submit(make_rope_angles(positions.data(), static_cast<std::int64_t>(positions.size()),
+                                 std::move(frequencies), scale, out.data()),
+                positions, out);
+}
+
+void rope(Engine& engine, FloatsOut x, Floats angles, std::int64_t head_dim, bool neox) {
+  const std::int64_t tokens = static_cast<std::int64_t>(angles.shape(0));
+  const std::int64_t heads = tokens ? static_cast<std::int64_t>(x.size()) / tokens / head_dim : 0;
+  const std::int64_t pairs = static_cast<std::int64_t>(angles.shape(1));
+  engine.submit(make_rope({x.data(), angles.data(), tokens, heads, head_dim, pairs, neox}), x,
+                angles);
+}
+
+void store_kv(Engine& engine, nb::object cache, Floats k, Floats v, Ints slots, Ints positions,
+              Ints table) {
+  const KvLayout& layout = nb::cast<CacheObject&>(cache).layout;
+  engine.submit(make_store_kv({k.data(), v.data(), layout, places(slots, positions, table)}),
+                cache, k, v, slots, positions, table);
+}
+
+void attention(Engine& engine, Floats q, FloatsOut out, nb::object cache, Ints slots,
+               Ints positions, Ints table, const std::vector<std::int32_t>& head_map, float scale,
+               std::int64_t window, float softcap) {
+  AttentionArgs args{};
+  args.q = q.data();
+  args.out = out.data();
+  args.cache = nb::cast<CacheObject&>(cache).layout;
+  args.at = places(slots, positions, table);
+  args.heads = static_cast<std::int64_t>(head_map.size());
+  args.scale = scale;
+  args.softcap = softcap;
+  args.window = window;
+  engine.submit(make_attention(args, head_map, Pool::kLocalBytes), q, out, cache, slots, positions,
+                table);
+}
+
+// out row i = row index[i] of x; without an index all rows.
+void gather(Engine& engine, Floats x, std::optional<Ints> index, FloatsOut out,
+            std::int64_t cols) {
+  const std::int64_t rows = length(x) / cols;
+  const std::int64_t count = index ? static_cast<std::int64_t>(index->size()) : rows;
+  const std::int32_t* picked = index ? index->data() : nullptr;
+  engine.submit(make_gather(x.data(), rows, picked, count, cols, out.data()), x, index, out);
+}
+
+void embed(Engine& engine, nb::object table, Ints tokens, FloatsOut out) {
+  const std::int64_t count = static_cast<std::int64_t>(tokens.size());
+  engine.submit(make_embed(matrix_of(table), tokens.data(), count, out.data()), table, tokens, out);
+}
+
+// outs[i] (+)= x . matrices[i]^T + biases[i]; the lists have one length.
+void linears(Engine& engine, Floats x, std::int64_t tokens, const std::vector<nb::object>& matrices,
+             const std::vector<std::optional<Floats>>& biases, const std::vector<FloatsOut>& outs,
+             bool accumulate, BytesOut quantised) {
+  std::vector<Product> products;
+  for (std::size_t i = 0; i < matrices.size(); ++i) {
+    const Matrix* weight = matrix_of(matrices[i]);
+    products.push_back(
+        {weight, data_or_null(biases[i]), outs[i].data(), weight->rows, accumulate});
+  }
+  engine.submit(make_linear(x.data(), tokens, std::move(products), quantised.data()), x, matrices,
+                biases, outs, quantised);
+}
+
+void glu(Engine& engine, Floats x, std::int64_t tokens, nb::object gate, nb::object up,
+         std::optional<Floats> gate_bias, std::optional<Floats> up_bias, bool gelu, FloatsOut out,
+         BytesOut quantised) {
+  const Activation activation = gelu ? Activation::gelu_tanh : Activation::silu;
+  engine.submit(make_glu(x.data(), tokens, matrix_of(gate), matrix_of(up),
+                         data_or_null(gate_bias), data_or_null(up_bias), activation, out.data(),
+                         quantised.data()),
+                x, gate, up, gate_bias, up_bias, out, quantised);
+}
+
+void unpack_to(int type, Array<const std::uint8_t> data, FloatsOut out) {
+  if (!unpack(type, data.data(), static_cast<std::int64_t>(out.size()), out.data())) {
+    throw std::invalid_argument("unsupported tensor type " + std::to_string(type));
+  }
+}
+
+void choose_isa(const std::string& name) {
+  if (!set_isa(name.c_str())) throw std::invalid_argument("this CPU has no " + name);
+}
+
+}  // namespace
+}  // namespace voltapile
+
+NB_MODULE(_cpu, m) {
+  using namespace voltapile;
+  // Arrays are never converted: a copy would cut the tie to the caller's memory.
+  const auto same = [](const char* name) { return nb::arg(name).noconvert(); };
+  const auto maybe = [](const char* name) { return nb::arg(name).noconvert().none(); };
+
+  nb::class_<MatrixObject>(m, "Matrix")
+      .def(nb::init<Array<const std::uint8_t>, int, std::int64_t, std::int64_t>(), same("data"),
+           "type"_a, "rows"_a, "cols"_a);
+  nb::class_<CacheObject>(m, "KvCache")
+      .def(nb::init<BytesOut, BytesOut, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                    std::int64_t, const std::string&, const std::string&>(),
+           same("keys"), same("values"), "pages"_a, "kv_heads"_a, "page_tokens"_a, "key_dim"_a,
+           "value_dim"_a, "key_type"_a, "value_type"_a);
+  nb::class_<Recording>(m, "Recording")
+      .def("__len__", [](const Recording& r) { return r.commands.size(); });
+  nb::class_<Engine>(m, "Engine")
+      .def(nb::init<int, const std::vector<int>&, std::uintptr_t, std::uintptr_t>(), "threads"_a,
+           "cpus"_a, "heartbeat"_a, "abort"_a)
+      .def_prop_ro("threads", &Engine::threads)
+      .def("record", &Engine::record)
+      .def("recorded", &Engine::recorded)
+      .def("replay", &Engine::replay, "recording"_a)
+      .def("begin", begin, "batch"_a, "state"_a)
+      .def("sample", sample, same("logits"), "batch"_a, "state"_a, "out"_a)
+      .def("rms_norm", rms_norm, same("x"), same("weight"), same("out"), "eps"_a)
+      .def("rope_angles", rope_angles, same("positions"), same("inv_freq"), same("out"), "scale"_a)
+      .def("rope", rope, same("x"), same("angles"), "head_dim"_a, "neox"_a)
+      .def("store_kv", store_kv, "cache"_a, same("k"), same("v"), same("slots"),
+           same("positions"), same("table"))
+      .def("attention", attention, same("q"), same("out"), "cache"_a, same("slots"),
+           same("positions"), same("table"), "head_map"_a, "scale"_a, "window"_a, "softcap"_a)
+      .def("gather", gather, same("x"), maybe("index"), same("out"), "cols"_a)
+      .def("embed", embed, "table"_a, same("tokens"), same("out"))
+      .def("linears", linears, same("x"), "tokens"_a, "matrices"_a, same("biases"), same("outs"),
+           "accumulate"_a, same("quantised"))
+      .def("glu", glu, same("x"), "tokens"_a, "gate"_a, "up"_a, maybe("gate_bias"),
+           maybe("up_bias"), "gelu"_a, same("out"), same("quantised"));
+
+  m.def("is_supported", is_supported, "type"_a);
+  m.def("unpack_to", unpack_to, "type"_a, same("data"), same("out"));
+  m.def("quantised_bytes", quantised_bytes, "tokens"_a, "cols"_a);
+  m.def("kv_pitch", CacheObject::pitch, "page_tokens"_a);
+  m.def("isa", isa);
+  m.def("set_isa", choose_isa, "name"_a);
+}

@@ -1,0 +1,343 @@
+"""Ops in C++: the thin Python side of the CPU backend.
+
+Checks shapes, makes the output in scratch memory and hands both to the engine in _cpu, which runs
+the computation at once or records it. Knows nothing of threads, instruction sets and formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from voltapile.kernels.cpu import _cpu
+from voltapile.kernels.cpu.scratch import Scratch, aligned_bytes
+from voltapile.kernels.ops import Batch, SlotState, StepOutput, Weight
+from voltapile.shm.formats import format_of
+
+KV_TYPES = {"f32": 4, "f16": 2}  # bytes a value
+OVERRUN = 128  # bytes that kernels may read past the last value
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclass(eq=False)
+class CpuWeight:
+    """A matrix in the form of the file, or a vector in float32."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+    matrix: Any = None  # _cpu.Matrix
+    vector: np.ndarray | None = None
+
+
+@dataclass(eq=False)
+class CpuKv:
+    """Keys and values of one layer; how they lie in a page is told in csrc/kernels.h."""
+
+    handle: Any  # _cpu.KvCache
+    keys: np.ndarray  # uint8 [pages, bytes]
+    values: np.ndarray
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class CpuGraph:
+    """Recorded commands; owns the memory that they use."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.recording: Any = None
+
+    def replay(self) -> None:
+        assert self.recording is not None, "the recording has not ended"
+        self._engine.replay(self.recording)
+
+    def __len__(self) -> int:
+        return len(self.recording)
+
+
+class CpuOps:
+    """See kernels/ops.py for the meaning of every method.
+
+    threads: of which the caller is one. cpus: where they are pinned. heartbeat, abort: addresses of
+    an int64 (CLOCK_MONOTONIC nanoseconds, written before each command) and of a uint32 (nonzero
+    ends what runs with RuntimeError "aborted"); 0 is none.
+    """
+
+    name = "cpu"
+    captures = True
+
+    def __init__(
+        self,
+        threads: int,
+        scratch_bytes: int,
+        cpus: list[int] | None = None,
+        heartbeat: int = 0,
+        abort: int = 0,
+    ) -> None:
+        assert threads >= 1, threads
+        self._scratch = Scratch(scratch_bytes)
+        self._engine = _cpu.Engine(threads, cpus or [], heartbeat, abort)
+
+    @property
+    def scratch_peak(self) -> int:
+        """The most scratch bytes that were in use at once."""
+        return self._scratch.peak
+
+    # --- memory ---------------------------------------------------------------------------
+    def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> CpuWeight:
+        kind = format_of(type_name)
+        if not _cpu.is_supported(kind.id):
+            raise ValueError(f"the cpu backend has no tensor type {type_name}")
+        assert data.dtype == np.uint8, data.dtype
+        rows = int(np.prod(shape[:-1], dtype=np.int64))
+        assert data.nbytes == rows * shape[-1] // kind.block_len * kind.block_bytes, (
+            f"{data.nbytes} bytes for {type_name} {shape}"
+        )
+        if len(shape) > 1:
+            matrix = _cpu.Matrix(data.reshape(-1), kind.id, rows, shape[-1])
+            return CpuWeight(tuple(shape), data.nbytes, matrix=matrix)
+        vector = data.view(np.float32) if type_name == "F32" else unpack(data, type_name, shape[0])
+        return CpuWeight(tuple(shape), vector.nbytes, vector=vector)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        return aligned_bytes(nbytes).view(dtype).reshape(shape)
+
+    def kv_cache(
+        self,
+        pages: int,
+        kv_heads: int,
+        page_tokens: int,
+        key_dim: int,
+        value_dim: int,
+        key_type: str,
+        value_type: str,
+    ) -> CpuKv:
+        for kv_type in (key_type, value_type):
+            if kv_type not in KV_TYPES:
+                raise ValueError(f"cache type {kv_type!r}; the cpu backend has {list(KV_TYPES)}")
+        key_bytes = kv_heads * key_dim * _cpu.kv_pitch(page_tokens) * KV_TYPES[key_type]
+        value_bytes = kv_heads * value_dim * page_tokens * KV_TYPES[value_type]
+        keys = aligned_bytes(pages * key_bytes)
+        values = aligned_bytes(pages * value_bytes + OVERRUN)
+        handle = _cpu.KvCache(
+            keys, values, pages, kv_heads, page_tokens, key_dim, value_dim, key_type, value_type
+        )
+        return CpuKv(
+            handle,
+            keys.reshape(pages, key_bytes),
+            values[: pages * value_bytes].reshape(pages, value_bytes),
+            kv_heads,
+            key_dim,
+            value_dim,
+        )
+
+    def copy_page(self, cache: CpuKv, source: int, target: int) -> None:
+        cache.keys[target] = cache.keys[source]
+        cache.values[target] = cache.values[source]
+
+    def scope(self) -> AbstractContextManager[None]:
+        return self._scratch.scope()
+
+    def reset_scratch(self) -> None:
+        self._scratch.reset()
+
+    def upload(self, target: np.ndarray, values: np.ndarray) -> None:
+        assert target.flags.c_contiguous
+        assert values.size <= target.size, (values.shape, target.shape)
+        target.reshape(-1)[: values.size] = values.reshape(-1)
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return x.copy()
+
+    @contextmanager
+    def capture(self) -> Iterator[CpuGraph]:
+        graph = CpuGraph(self._engine)
+        self._engine.record()
+        try:
+            yield graph
+        finally:
+            graph.recording = self._engine.recorded()
+
+    def synchronize(self) -> None:
+        pass
+
+    # --- the ends of a step ---------------------------------------------------------------
+    def begin(self, batch: Batch, state: SlotState) -> None:
+        self._engine.begin(batch, state)
+
+    def sample(self, logits: np.ndarray, batch: Batch, state: SlotState, out: StepOutput) -> None:
+        rows = len(batch.outputs)
+        assert logits.ndim == 2, logits.shape
+        assert len(logits) == rows, (logits.shape, rows)
+        assert min(len(out.tokens), len(out.finish), len(out.logprobs)) >= rows, rows
+        self._engine.sample(logits, batch, state, out)
+
+    # --- models ---------------------------------------------------------------------------
+    def embed(self, table: Weight, tokens: np.ndarray) -> np.ndarray:
+        out = self._scratch.array((len(tokens), table.shape[1]))
+        self._engine.embed(_matrix(table), tokens, out)
+        return out
+
+    def rms_norm(self, x: np.ndarray, weight: Weight, eps: float) -> np.ndarray:
+        assert x.shape[-1] == weight.shape[0], (x.shape, weight.shape)
+        out = self._scratch.array(x.shape)
+        self._engine.rms_norm(x, _vector(weight), out, eps)
+        return out
+
+    def linear(
+        self,
+        x: np.ndarray,
+        weight: Weight,
+        bias: Weight | None = None,
+        add_to: np.ndarray | None = None,
+    ) -> np.ndarray:
+        if add_to is None:
+            return self.linears(x, (weight,), (bias,))[0]
+        assert add_to.shape == (len(x), weight.shape[0]), (add_to.shape, x.shape, weight.shape)
+        self._linears(x, (weight,), (bias,), (add_to,), True)
+        return add_to
+
+    def linears(
+        self, x: np.ndarray, weights: Sequence[Weight], biases: Sequence[Weight | None]
+    ) -> tuple[np.ndarray, ...]:
+        outs = tuple(self._scratch.array((len(x), weight.shape[0])) for weight in weights)
+        self._linears(x, weights, biases, outs, False)
+        return outs
+
+    def glu(
+        self,
+        x: np.ndarray,
+        gate: Weight,
+        up: Weight,
+        activation: str,
+        gate_bias: Weight | None = None,
+        up_bias: Weight | None = None,
+    ) -> np.ndarray:
+        assert gate.shape == up.shape, (gate.shape, up.shape)
+        assert x.shape[1] == gate.shape[1], (x.shape, gate.shape)
+        assert activation in ACTIVATIONS, activation
+        out = self._scratch.array((len(x), gate.shape[0]))
+        with self._scratch.scope():
+            self._engine.glu(
+                x,
+                len(x),
+                _matrix(gate),
+                _matrix(up),
+                _bias(gate_bias, gate),
+                _bias(up_bias, up),
+                activation == "gelu_tanh",
+                out,
+                self._quantised(x),
+            )
+        return out
+
+    def rope_angles(self, positions: np.ndarray, inv_freq: np.ndarray, scale: float) -> np.ndarray:
+        out = self._scratch.array((len(positions), len(inv_freq), 2))
+        self._engine.rope_angles(positions, np.ascontiguousarray(inv_freq, np.float32), out, scale)
+        return out
+
+    def rope_(self, x: np.ndarray, angles: np.ndarray, head_dim: int, layout: str) -> np.ndarray:
+        assert layout in ("norm", "neox"), layout
+        assert len(x) == len(angles), (x.shape, angles.shape)
+        assert x.size == len(x) * (x.size // max(1, len(x)) // head_dim) * head_dim, x.shape
+        assert 2 * angles.shape[1] <= head_dim, (angles.shape, head_dim)
+        self._engine.rope(x, angles, head_dim, layout == "neox")
+        return x
+
+    def store_kv(
+        self, cache: CpuKv, k: np.ndarray, v: np.ndarray, batch: Batch, group: int
+    ) -> None:
+        tokens = len(batch.slots)
+        assert k.size == tokens * cache.kv_heads * cache.key_dim, (k.shape, tokens)
+        assert v.size == tokens * cache.kv_heads * cache.value_dim, (v.shape, tokens)
+        self._engine.store_kv(cache.handle, k, v, batch.slots, batch.positions, batch.pages[group])
+
+    def attention(
+        self,
+        q: np.ndarray,
+        cache: CpuKv,
+        batch: Batch,
+        group: int,
+        head_map: Sequence[int],
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> np.ndarray:
+        tokens, heads = len(batch.slots), len(head_map)
+        assert q.size == tokens * heads * cache.key_dim, (q.shape, tokens, heads)
+        out = self._scratch.array((tokens, heads * cache.value_dim))
+        self._engine.attention(
+            q,
+            out,
+            cache.handle,
+            batch.slots,
+            batch.positions,
+            batch.pages[group],
+            head_map,
+            scale,
+            window,
+            softcap,
+        )
+        return out
+
+    def gather(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
+        out = self._scratch.array((len(index), *x.shape[1:]))
+        self._engine.gather(x, index, out, x.shape[1])
+        return out
+
+    def copy(self, x: np.ndarray) -> np.ndarray:
+        out = self._scratch.array(x.shape)
+        self._engine.gather(x, None, out, x.shape[-1])
+        return out
+
+    # --- private --------------------------------------------------------------------------
+    def _linears(
+        self,
+        x: np.ndarray,
+        weights: Sequence[Weight],
+        biases: Sequence[Weight | None],
+        outs: Sequence[np.ndarray],
+        accumulate: bool,
+    ) -> None:
+        for weight in weights:
+            assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
+        vectors = [_bias(b, w) for b, w in zip(biases, weights, strict=True)]
+        matrices = [_matrix(weight) for weight in weights]
+        with self._scratch.scope():
+            self._engine.linears(x, len(x), matrices, vectors, outs, accumulate, self._quantised(x))
+
+    def _quantised(self, x: np.ndarray) -> np.ndarray:
+        """Scratch for x in the form that products take. It may be given back as soon as the
+        command is recorded: commands run in order, and only this one uses it."""
+        return self._scratch.array((_cpu.quantised_bytes(*x.shape),), np.uint8)
+
+
+def unpack(data: np.ndarray, type_name: str, n: int) -> np.ndarray:
+    """float32[n] of raw bytes, by the scalar definition of the format."""
+    out = np.empty(n, np.float32)
+    _cpu.unpack_to(format_of(type_name).id, data.reshape(-1), out)
+    return out
+
+
+def _matrix(weight: Weight) -> Any:
+    assert isinstance(weight, CpuWeight)
+    assert weight.matrix is not None, "a vector where a matrix is needed"
+    return weight.matrix
+
+
+def _vector(weight: Weight) -> np.ndarray:
+    assert isinstance(weight, CpuWeight)
+    assert weight.vector is not None, "a matrix where a vector is needed"
+    return weight.vector
+
+
+def _bias(bias: Weight | None, weight: Weight) -> np.ndarray | None:
+    if bias is None:
+        return None
+    assert bias.shape == weight.shape[:1], (bias.shape, weight.shape)
+    return _vector(bias)

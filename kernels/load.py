@@ -1,0 +1,26 @@
+"""Makes the Ops of a backend by its name, importing only that backend."""
+
+from __future__ import annotations
+
+from voltapile.kernels.backend import NAMES
+from voltapile.kernels.ops import Ops
+
+
+def load(
+    name: str,
+    threads: int = 1,
+    scratch_bytes: int = 0,
+    cpus: list[int] | None = None,
+    heartbeat: int = 0,
+    abort: int = 0,
+) -> Ops:
+    """The Ops called `name`; the rest is as in CpuOps, and nothing to the reference."""
+    if name == "cpu":
+        from voltapile.kernels.cpu.ops import CpuOps
+
+        return CpuOps(threads, scratch_bytes, cpus, heartbeat, abort)
+    if name == "reference":
+        from voltapile.kernels.reference.ops import ReferenceOps
+
+        return ReferenceOps()
+    raise ValueError(f"unknown backend {name!r}; there are {', '.join(NAMES)}")
