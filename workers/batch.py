@@ -25,7 +25,7 @@ class BatchBuffer:
 
     def views(self, tokens: int, outputs: int) -> Batch:
         """The Batch of a step of that size, as the device sees it."""
-        assert outputs <= tokens <= self.max_tokens, f"{tokens} tokens, {self.max_tokens} planned"
+        assert outputs <= tokens
         parts = [self.device[i * tokens : (i + 1) * tokens] for i in range(FIELDS)]
         return Batch(
             tokens=parts[0],
@@ -41,7 +41,7 @@ class BatchBuffer:
         """Upload `rows`, then `padding` rows that continue the padding slot."""
         counts = [max(1, len(row.tokens)) for row in rows]
         size = sum(counts) + padding
-        fields = self.host[: FIELDS * size].reshape(FIELDS, size)
+        fields = self._fields(size)
         outputs = self.host[FIELDS * size :]
         end = sampled = 0
         for row, count in zip(rows, counts, strict=True):
@@ -60,14 +60,16 @@ class BatchBuffer:
     def fill_all_outputs(self, slot: int, tokens: np.ndarray, start: int) -> Batch:
         """Upload one row with an output after each of its tokens (prompt probabilities)."""
         size = len(tokens)
-        _write(
-            self.host[: FIELDS * size].reshape(FIELDS, size),
-            Row(slot=slot, start=start, tokens=tokens),
-        )
+        _write(self._fields(size), Row(slot=slot, start=start, tokens=tokens))
         self.host[FIELDS * size : (FIELDS + 1) * size] = np.arange(size)
         batch = self.views(size, size)
         self.ops.upload(self.device, self.host[: (FIELDS + 1) * size])
         return batch
+
+    def _fields(self, tokens: int) -> np.ndarray:
+        """The host's array of a step of that size, one row for each field."""
+        assert tokens <= self.max_tokens, f"{tokens} tokens in a step, {self.max_tokens} planned"
+        return self.host[: FIELDS * tokens].reshape(FIELDS, tokens)
 
 
 def _write(fields: np.ndarray, row: Row) -> None:

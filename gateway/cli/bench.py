@@ -32,11 +32,8 @@ CHUNK = 64  # prompts are cut at multiples of it, as the gateway does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    parser.conflict_handler = "resolve"  # -t again, as a list
+    add_model_options(parser, threads=numbers)  # several counts give one row each
     add = parser.add_argument
-    add("-t", "--threads", type=numbers, default=[0], metavar="N[,N...]",
-        help="CPU threads; several give one row each; 0: one for each core")  # fmt: skip
     add("-p", "--n-prompt", type=int, default=512, metavar="N", help="tokens of the prompt")
     add("-n", "--n-gen", type=int, default=64, metavar="N", help="tokens to generate")
     add("-r", "--repetitions", type=int, default=3, metavar="N", help="medians are over these")

@@ -6,8 +6,9 @@ Named as llama-server's where they mean the same.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from voltapile.topology.plan import Plan
@@ -15,15 +16,21 @@ if TYPE_CHECKING:
 DEFAULT_BACKEND = "cpu"
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Everything that goes into a Plan."""
+def add_model_options(
+    parser: argparse.ArgumentParser,
+    *,
+    requires_model: bool = True,
+    threads: Callable[[str], Any] = int,
+) -> None:
+    """Everything that goes into a Plan. threads: reads -t, which a bench takes as a list."""
     add = parser.add_argument
-    add("-m", "--model", required=True, metavar="FILE", help="GGUF file, or any shard of one")
+    add("-m", "--model", required=requires_model, metavar="FILE",
+        help="GGUF file, or any shard of one")  # fmt: skip
     add("-c", "--ctx-size", type=int, default=0, metavar="N",
         help="tokens that one request may use; 0: as trained, if that fits")  # fmt: skip
     add("-np", "--parallel", type=int, default=0, metavar="N",
         help="requests computed at once; 0: choose")  # fmt: skip
-    add("-t", "--threads", type=int, default=0, metavar="N",
+    add("-t", "--threads", type=threads, default="0", metavar="N",
         help="CPU threads; 0: one for each core of a node")  # fmt: skip
     add("-b", "--batch-size", type=int, default=512, metavar="N",
         help="most tokens of one step")  # fmt: skip

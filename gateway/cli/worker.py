@@ -13,10 +13,8 @@ from voltapile.gateway.cli.options import add_model_options, make_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    parser.conflict_handler = "resolve"  # -m again, since a Plan names its model
+    add_model_options(parser, requires_model=False)  # a Plan names its model
     add = parser.add_argument
-    add("-m", "--model", metavar="FILE", help="GGUF file, or any shard of one")
     add("--plan", type=Path, metavar="FILE", help="a Plan, as voltapile plan --json prints it")
     add("--rank", type=int, default=0, metavar="N", help="which rank of the Plan")
     add("--connect", default="", metavar="ENDPOINT", help="the gateway's ZeroMQ address")

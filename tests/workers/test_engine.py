@@ -1,0 +1,270 @@
+"""Engine: rows give what each would give alone, however they are cut, packed or replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from voltapile.kernels.ops import MAX_STOP_IDS
+from voltapile.workers.protocol import Copy, Row, Sampling, Step, Want
+
+Make = Callable[..., Any]
+BACKENDS = ["reference", "cpu"]
+SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7}
+rng = np.random.default_rng(3)
+PROMPTS = [rng.integers(0, 650, size).tolist() for size in (70, 5, 133, 64)]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(mini: Path, engine_for: Make, backend: str) -> Any:
+    return engine_for(mini / "llama/model-f16.gguf", backend)
+
+
+def alone(driver: Any, count: int, **sampling: Any) -> list[list[int]]:
+    return [driver.generate(prompt, count, **sampling) for prompt in PROMPTS]
+
+
+def together(driver: Any, count: int, slots: Sequence[int], **sampling: Any) -> list[list[int]]:
+    """All prompts in one step, then all continue in one step each."""
+    rows = []
+    for slot, prompt in zip(slots, PROMPTS, strict=True):
+        rows += driver.start(slot, prompt, count, **sampling)
+    tokens = [list(answer.tokens) for answer in driver.step(rows)]
+    for _ in range(count - 1):
+        for mine, answer in zip(tokens, driver.step([Row(slot=s) for s in slots]), strict=True):
+            mine += answer.tokens
+    for slot in slots:
+        driver.release(slot)
+    return tokens
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_company_changes_nothing(engine: Any, drive: Make, sampling: dict[str, Any]) -> None:
+    driver = drive(engine)
+    assert together(driver, 12, (2, 0, 3, 1), **sampling) == alone(driver, 12, **sampling)
+
+
+def test_company_changes_no_bit(mini: Path, engine_for: Make, drive: Make) -> None:
+    """Log-probabilities, too: bit for bit, on the CPU backend."""
+    engine = engine_for(mini / "llama/model-f16.gguf", "cpu")
+
+    def logprobs(slots: Sequence[int]) -> list[list[tuple[int, float]]]:
+        driver = drive(engine)
+        found: list[list[tuple[int, float]]] = [[] for _ in slots]
+        rows = []
+        for slot in slots:
+            first = driver.start(slot, PROMPTS[slot], 8)
+            first[0].want = Want(logprobs=0)
+            rows += first
+        for mine, answer in zip(found, driver.step(rows), strict=True):
+            mine += answer.logprobs[0]
+        for _ in range(7):
+            answers = driver.step([Row(slot=slot) for slot in slots])
+            for mine, answer in zip(found, answers, strict=True):
+                mine += answer.logprobs[0]
+        for slot in slots:
+            driver.release(slot)
+        return found
+
+    assert logprobs([0, 1, 2, 3]) == [logprobs([slot])[0] for slot in range(4)]
+
+
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_chunks_change_nothing(engine: Any, drive: Make, chunk: int) -> None:
+    driver = drive(engine)
+    for prompt in PROMPTS:
+        assert driver.generate(prompt, 8, chunk=chunk) == driver.generate(prompt, 8)
+
+
+def test_pages_in_any_order(engine: Any, drive: Make) -> None:
+    driver = drive(engine)
+    before = alone(driver, 40)
+    for free in driver.free:
+        rng.shuffle(free)
+    assert alone(driver, 40) == before
+
+
+def test_pages_may_come_late(engine: Any, drive: Make) -> None:
+    """A table grows while its request decodes."""
+    driver = drive(engine)
+    expected = driver.generate(PROMPTS[0], 40)
+    tokens = driver.step(driver.start(0, PROMPTS[0], 1))[0].tokens
+    page_tokens = engine.plan.caches[0].page_tokens
+    held = -(-(len(PROMPTS[0]) + 1) // page_tokens)
+    for position in range(len(PROMPTS[0]), len(PROMPTS[0]) + 39):
+        pages = [[driver.free[0].pop()]] if position // page_tokens >= held else []
+        held += len(pages)
+        tokens += driver.step([Row(slot=0, pages=pages)])[0].tokens
+    assert tokens == expected
+
+
+def test_replay_equals_eager(mini: Path, engine_for: Make, drive: Make) -> None:
+    recorded = engine_for(mini / "llama/model-f16.gguf", "cpu")
+    if not recorded.graphs:
+        pytest.skip("this backend does not record")
+    eager = engine_for(mini / "llama/model-f16.gguf", "cpu")
+    eager.graphs = {}
+    for sampling in ({}, SAMPLED):
+        expected = alone(drive(eager), 12, **sampling)
+        assert alone(drive(recorded), 12, **sampling) == expected
+        assert together(drive(recorded), 12, (0, 1, 2, 3), **sampling) == expected
+
+
+def test_decode_and_prefill_in_one_step(engine: Any, drive: Make) -> None:
+    driver = drive(engine)
+    expected = alone(driver, 6)
+    tokens: list[list[int]] = [list(driver.step(driver.start(0, PROMPTS[0], 6))[0].tokens), []]
+    for row in driver.start(1, PROMPTS[2], 6, chunk=64):
+        answers = driver.step([Row(slot=0), row])
+        for answer in answers:
+            tokens[answer.slot] += answer.tokens
+    assert tokens[0] == expected[0][:4]
+    assert tokens[1] == expected[2][:1]
+
+
+def test_stop_ids_end_a_request(engine: Any, drive: Make) -> None:
+    driver = drive(engine)
+    free_run = driver.generate(PROMPTS[0], 12)
+    stop = free_run[5]
+    first = free_run.index(stop)
+    answers = driver.step(driver.start(0, PROMPTS[0], 12, stop_ids=[1, stop]))
+    for _ in range(11):
+        answers += driver.step([Row(slot=0)])
+    assert [a.tokens for a in answers[: first + 1]] == [[t] for t in free_run[: first + 1]]
+    assert [a.finish for a in answers[: first + 1]] == [""] * first + ["stop"]
+    assert all(a.tokens == [] and a.finish == "" for a in answers[first + 1 :])
+
+
+def test_the_limit_ends_a_request(engine: Any, drive: Make) -> None:
+    """max_position = prompt + 3: three tokens, the third with finish "length"."""
+    driver = drive(engine)
+    prompt = PROMPTS[1]
+    answers = driver.step(driver.start(0, prompt, 12, max_position=len(prompt) + 3))
+    for _ in range(4):
+        answers += driver.step([Row(slot=0)])
+    assert [len(a.tokens) for a in answers] == [1, 1, 1, 0, 0]
+    assert [a.finish for a in answers] == ["", "", "length", "", ""]
+
+
+def test_a_slot_starts_anew(engine: Any, drive: Make) -> None:
+    """Release, and a new request in the same slot and pages, in one step."""
+    driver = drive(engine)
+    expected = driver.generate(PROMPTS[1], 4)
+    driver.step(driver.start(0, PROMPTS[0], 20, stop_ids=[3]))
+    for free, pages in zip(driver.free, driver.held.pop(0), strict=True):
+        free.extend(pages)
+    tokens = list(driver.step(driver.start(0, PROMPTS[1], 4), release=[0])[0].tokens)
+    for _ in range(3):
+        tokens += driver.step([Row(slot=0)])[0].tokens
+    assert tokens == expected
+
+
+def test_copied_pages_hold_the_same(engine: Any, drive: Make) -> None:
+    driver = drive(engine)
+    expected = driver.generate(PROMPTS[0], 4)
+    row = driver.start(0, PROMPTS[0], 4)[0]
+    tokens = list(driver.step([row])[0].tokens)
+    old = driver.held[0][0]
+    new = [driver.free[0].pop() for _ in old]
+    copies = [Copy(kind="page", source=a, target=b) for a, b in zip(old, new, strict=True)]
+    # The next row finds its prefix in the copies; the originals are overwritten by another.
+    engine.run(Step(id=90, copy=copies, release=[0]))
+    driver.free[0].extend(old)
+    driver.step(driver.start(1, PROMPTS[2], 4))
+    history = [*PROMPTS[0], *tokens]
+    row = Row(slot=0, start=len(PROMPTS[0]), pages=[new], sampling=Sampling())
+    row.tokens = np.asarray(history[-1:], np.int32)
+    tokens += driver.step([row])[0].tokens
+    for _ in range(2):
+        tokens += driver.step([Row(slot=0)])[0].tokens
+    assert tokens == expected
+
+
+def test_sampling_follows_seed_and_position_alone(engine: Any, drive: Make) -> None:
+    driver = drive(engine)
+    first = driver.generate(PROMPTS[0], 24, temperature=1.0, seed=2**64 - 1)
+    assert driver.generate(PROMPTS[0], 24, slot=3, temperature=1.0, seed=2**64 - 1) == first
+    assert driver.generate(PROMPTS[0], 24, temperature=1.0, seed=5) != first
+    # A request that comes back after a crash draws the numbers that it would have had.
+    resumed = driver.generate([*PROMPTS[0], *first[:10]], 14, temperature=1.0, seed=2**64 - 1)
+    assert resumed == first[10:]
+
+
+def test_logprobs_of_the_chosen_token(engine: Any, drive: Make) -> None:
+    driver = drive(engine)
+    row = driver.start(0, PROMPTS[1], 2)[0]
+    row.want = Want(logprobs=0)
+    answer = driver.step([row])[0]
+    driver.release(0)
+    logits = np.concatenate(list(engine.prompt_logits(np.asarray(PROMPTS[1], np.int32))))[-1]
+    expected = logits.max() - np.log(np.exp(logits.astype(np.float64)).sum())
+    [[(token, value)]] = answer.logprobs
+    assert token == int(logits.argmax()) == answer.tokens[0]
+    assert value == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_bad_number_is_that_requests_error(engine: Any, drive: Make) -> None:
+    """A NaN in the cache of one request ends it with a place; its neighbour goes on."""
+    driver = drive(engine)
+    expected = driver.generate(PROMPTS[1], 4, slot=1)
+    driver.step(driver.start(0, PROMPTS[0], 4))
+    tokens = list(driver.step(driver.start(1, PROMPTS[1], 4))[0].tokens)
+    poison(engine, layer=2, page=driver.held[0][0][0])
+    answers = driver.step([Row(slot=0), Row(slot=1)])
+    assert answers[0].finish == "error"
+    assert answers[0].tokens == []
+    assert answers[0].error == "rank 0: non-finite logits (in layer 2)"
+    tokens += answers[1].tokens
+    answers = driver.step([Row(slot=0), Row(slot=1)])
+    assert answers[0].tokens == []
+    tokens += answers[1].tokens
+    assert tokens == expected[:3]
+
+
+def poison(engine: Any, layer: int, page: int) -> None:
+    """Overwrite one position's values by way of the Ops' own store_kv."""
+    group = engine.plan.caches[0]
+    slot = 3
+    engine.caches.append(slot, [[page]])
+    batch = engine.buffer.fill([Row(slot=slot, tokens=np.zeros(1, np.int32))])
+    keys = engine.ops.zeros((1, group.kv_heads * group.key_dim), np.float32)
+    values = engine.ops.zeros((1, group.kv_heads * group.value_dim), np.float32)
+    engine.ops.upload(values, np.full(values.shape, np.nan, np.float32))
+    engine.ops.reset_scratch()
+    engine.ops.store_kv(engine.caches.layers[layer].kv, keys, values, batch, 0)
+    engine.ops.synchronize()
+    engine.caches.release(slot)
+
+
+def test_a_step_without_rows(engine: Any) -> None:
+    assert engine.run(Step(id=1, release=[0, 1])).rows == []
+
+
+def test_the_most_stop_ids(engine: Any, drive: Make) -> None:
+    driver = drive(engine)
+    expected = driver.generate(PROMPTS[1], 3)
+    most = [600 + i for i in range(MAX_STOP_IDS - 1)]
+    answers = driver.step(driver.start(0, PROMPTS[1], 3, stop_ids=[*most, expected[0]]))
+    assert answers[0].finish == "stop"
+
+
+def test_steps_allocate_nothing(mini: Path, engine_for: Make, drive: Make) -> None:
+    """A thousand replays do not make the process grow."""
+    driver = drive(engine_for(mini / "llama/model-f16.gguf", "cpu", context=2048))
+
+    def resident() -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.split("VmRSS:")[1].split()[0]) << 10
+
+    driver.generate(PROMPTS[0], 1100)  # touches the cache's pages
+    before = resident()
+    driver.generate(PROMPTS[0], 1100)
+    assert resident() - before < 1 << 19

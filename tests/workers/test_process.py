@@ -1,0 +1,276 @@
+"""The worker process, spawned as a gateway would and spoken to over a real ZeroMQ socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from voltapile.shm.board import Board
+from voltapile.topology.plan import Plan, to_json
+from voltapile.workers import steplog
+from voltapile.workers.protocol import (
+    Failed,
+    Message,
+    Ready,
+    Result,
+    Row,
+    Sampling,
+    Stats,
+    Step,
+    Stop,
+    decode,
+    encode,
+)
+
+Make = Callable[..., Any]
+DEADLINE = 20.0
+PROMPT = np.arange(30, 70, dtype=np.int32)
+
+
+class Gateway:
+    """A ROUTER socket and the worker behind it."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
+        self.context = zmq.Context()
+        self.socket = self.bind()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.worker = b""
+
+    def bind(self) -> zmq.Socket[bytes]:
+        socket = self.context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.router_handover = True
+        socket.bind(self.plan.endpoint)
+        return socket
+
+    def spawn(self, *extra: str, command: tuple[str, ...] = ("voltapile.workers",)) -> Any:
+        path = self.folder / "plan.json"
+        path.write_bytes(to_json(self.plan))
+        argv = [sys.executable, "-m", *command, "--plan", str(path), *extra]
+        self.processes.append(subprocess.Popen(argv))
+        return self.processes[-1]
+
+    def receive(self, kind: type, deadline: float = DEADLINE) -> Any:
+        """The next message of that kind; Stats before it are dropped."""
+        end = time.monotonic() + deadline
+        while self.socket.poll(max(0, int((end - time.monotonic()) * 1000))):
+            self.worker, *frames = self.socket.recv_multipart()
+            message = decode(frames)
+            if isinstance(message, kind):
+                return message
+            assert isinstance(message, Stats | Ready), message
+        pytest.fail(f"no {kind.__name__} within {deadline} s")
+
+    def send(self, message: Message) -> None:
+        self.socket.send_multipart([self.worker, *encode(message)])
+
+    def generate(self, count: int) -> list[int]:
+        """Greedy tokens, with two Steps in flight."""
+        pages = [[1, 2, 3, 4] for _ in self.plan.caches]
+        rows = [Row(slot=0, tokens=PROMPT, pages=pages, sampling=Sampling())]
+        rows += [Row(slot=0) for _ in range(count - 1)]
+        for i, row in enumerate(rows):
+            self.send(Step(id=i + 1, rows=[row]))
+        tokens: list[int] = []
+        for i in range(count):
+            result = self.receive(Result)
+            assert result.id == i + 1
+            tokens += result.rows[0].tokens
+        self.send(Step(id=count + 1, release=[0]))
+        self.receive(Result)
+        return tokens
+
+    def close(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            process.wait(DEADLINE)
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def gateway(mini: Path, plan_for: Make, tmp_path: Path) -> Iterator[Gateway]:
+    endpoint = f"ipc://{tmp_path}/s"
+    found = Gateway(
+        plan_for(mini / "llama/model-f16.gguf", "cpu", endpoint=endpoint, context=256), tmp_path
+    )
+    yield found
+    found.close()
+
+
+def test_ready_steps_stop(gateway: Gateway, engine_for: Make, drive: Make, mini: Path) -> None:
+    process = gateway.spawn()
+    ready = gateway.receive(Ready)
+    assert (ready.name, ready.plan) == ("text-0", gateway.plan.id)
+    assert ready.pages == [group.pages for group in gateway.plan.caches]
+    assert ready.slots == gateway.plan.slots
+    assert gateway.worker == b"text-0"
+    engine = engine_for(mini / "llama/model-f16.gguf", "cpu")
+    assert gateway.generate(20) == drive(engine).generate(PROMPT.tolist(), 20)
+    gateway.send(Stop(reason="enough"))
+    assert process.wait(DEADLINE) == 0
+
+
+def test_loading_is_told(gateway: Gateway) -> None:
+    gateway.spawn()
+    stats = gateway.receive(Stats)
+    assert stats.name == "text-0"
+    assert isinstance(stats.values["stage"], str)
+    assert 0.0 <= float(stats.values["fraction"]) <= 1.0
+    gateway.receive(Ready)
+
+
+def test_ready_is_repeated_until_answered(gateway: Gateway) -> None:
+    gateway.spawn()
+    first = gateway.receive(Ready)
+    assert gateway.receive(Ready).instance == first.instance
+    gateway.send(Step(id=1))
+    gateway.receive(Result)
+    assert not gateway.socket.poll(1500)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals(gateway: Gateway, number: signal.Signals) -> None:
+    """SIGTERM ends it cleanly; Ctrl-C is for the gateway, which then ends its workers."""
+    process = gateway.spawn()
+    gateway.receive(Ready)
+    process.send_signal(number)
+    if number == signal.SIGINT:
+        assert gateway.generate(2)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE) == 0
+
+
+def test_killed_and_started_again(gateway: Gateway) -> None:
+    process = gateway.spawn()
+    first = gateway.receive(Ready)
+    expected = gateway.generate(8)
+    process.kill()
+    process.wait(DEADLINE)
+    gateway.spawn()
+    second = gateway.receive(Ready)
+    while second.instance == first.instance:
+        second = gateway.receive(Ready)
+    assert gateway.generate(8) == expected
+
+
+def test_a_failure_is_told(gateway: Gateway) -> None:
+    process = gateway.spawn()
+    gateway.receive(Ready)
+    gateway.send(Step(id=7, rows=[Row(slot=0, tokens=np.zeros(10**5, np.int32))]))
+    failed = gateway.receive(Failed)
+    assert (failed.name, failed.step) == ("text-0", 7)
+    assert "planned" in failed.reason
+    assert process.wait(DEADLINE) == 1
+
+
+def test_a_missing_model_is_told(gateway: Gateway, tmp_path: Path) -> None:
+    from voltapile.topology import plan as plans
+
+    lost = [str(tmp_path / "nothing.gguf")]
+    changed = plans.msgspec.structs.replace(gateway.plan, model=lost, id="")
+    gateway.plan = plans.msgspec.structs.replace(changed, id=plans.plan_id(changed))
+    process = gateway.spawn()
+    failed = gateway.receive(Failed)
+    assert failed.step == -1
+    assert "nothing.gguf" in failed.reason
+    assert process.wait(DEADLINE) == 1
+
+
+def test_the_log_replays(gateway: Gateway, tmp_path: Path, engine_for: Make, mini: Path) -> None:
+    """A worker is a fold over its Step log."""
+    path = tmp_path / "steps"
+    gateway.spawn("--record", str(path))
+    gateway.receive(Ready)
+    expected = gateway.generate(10)
+    engine = engine_for(mini / "llama/model-f16.gguf", "cpu", context=256)
+    tokens: list[int] = []
+    with path.open("rb") as file:
+        for frames in steplog.read(file):
+            step = decode(frames)
+            assert isinstance(step, Step)
+            for answer in engine.run(step).rows:
+                tokens += answer.tokens
+    assert tokens == expected
+
+
+def test_the_board_tells(gateway: Gateway) -> None:
+    board = Board.create(gateway.plan.id, 1)
+    try:
+        process = gateway.spawn()
+        gateway.receive(Ready)
+        health = board.health(0)
+        assert (health.pid, health.state, health.step) == (process.pid, "ready", -1)
+        time.sleep(0.5)
+        assert board.is_alive(0, max_age=1.0)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.2)
+        assert not board.is_alive(0, max_age=1.0)
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        process.wait(DEADLINE)
+        assert board.health(0).state == "stopped"
+    finally:
+        board.close()
+
+
+def test_ends_with_its_parent(gateway: Gateway, tmp_path: Path) -> None:
+    """A gateway that is killed leaves no worker behind."""
+    path = tmp_path / "plan.json"
+    path.write_bytes(to_json(gateway.plan))
+    code = (
+        "import subprocess, sys, time\n"
+        "p = subprocess.Popen([sys.executable, '-m', 'voltapile.workers', '--plan', sys.argv[1]])\n"
+        "print(p.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        gateway.receive(Ready)
+    finally:
+        parent.kill()
+        parent.wait(DEADLINE)
+        parent.stdout.close()
+    end = time.monotonic() + DEADLINE
+    while Path(f"/proc/{pid}").exists() and "(zombie)" not in state_of(pid):
+        assert time.monotonic() < end, "the worker outlives its gateway"
+        time.sleep(0.05)
+
+
+def state_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/status").read_text()
+    return "(zombie)"
+
+
+def test_by_hand_outlives_a_gateway(gateway: Gateway) -> None:
+    """Started before any gateway, it finds the first, and the next with all slots empty."""
+    gateway.socket.close()
+    process = gateway.spawn(command=("voltapile.gateway.cli.main", "worker"))
+    time.sleep(1.0)
+    gateway.socket = gateway.bind()
+    gateway.receive(Ready)
+    expected = gateway.generate(6)
+    pages = [[5, 6] for _ in gateway.plan.caches]
+    gateway.send(Step(id=1, rows=[Row(slot=0, tokens=PROMPT, pages=pages, sampling=Sampling())]))
+    gateway.receive(Result)
+    gateway.socket.close()
+    gateway.socket = gateway.bind()
+    gateway.receive(Ready)
+    assert gateway.generate(6) == expected
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(DEADLINE) == 0
