@@ -80,7 +80,7 @@ def memory(plan: Plan, machine: Machine) -> RenderableType:
     table.add_row("mapped file (page cache)", mib(sum(rank.mapped_bytes for rank in plan.ranks)))
     table.add_section()
     table.add_row("available", mib(machine.available_bytes))
-    table.add_row("of", mib(machine.memory_bytes))
+    table.add_row("memory of the machine", mib(machine.memory_bytes))
     return table
 
 
