@@ -78,7 +78,7 @@ def test_hostile_templates(source: str) -> None:
             "1123",
         ),
         (
-            "{% macro m(x, y=2) %}{{ x ~ y }}{{ caller() }}{% endmacro %}{% call m(1) %}c{% endcall %}",
+            "{% macro m(x, y=2) %}{{ x ~ y ~ caller() }}{% endmacro %}{% call m(1) %}c{% endcall %}",
             "12c",
         ),
         ("{% set t %}{% for i in range(3) %}{{ i }}{% endfor %}{% endset %}{{ t }}", "012"),

@@ -79,7 +79,8 @@ def test_golden_tiny(golden: Path, mini: Path) -> None:
 
 def test_a_rich_template() -> None:
     template = ChatTemplate(RICH, bos="<s>")
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Köln", "n": {}}'}}
+    arguments = '{"city": "Köln", "n": {}}'
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [
         *user(PARTS),
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -91,7 +92,7 @@ def test_a_rich_template() -> None:
         '<s>{"name": "<é>"}\n<user>onetwo</s><assistant>city=Köln;n={};</s>'
         "<user>a<b</s><user><|image_pad|></s>3<quiet>"
     )
-    assert call["function"]["arguments"].startswith("{"), "the caller's message has changed"
+    assert call["function"] == {"name": "f", "arguments": arguments}, "the caller's has changed"
 
 
 def test_parts_for_a_template_of_strings() -> None:

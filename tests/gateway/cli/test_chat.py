@@ -51,9 +51,10 @@ class Server:
 def server() -> Iterator[tuple[Server, str]]:
     """(server, its URL)."""
     made, ready, url = Server(), threading.Event(), ""
+    end: list[Callable[[], object]] = []
 
     async def main() -> None:
-        nonlocal url, stop
+        nonlocal url
         app = web.Application()
         app.router.add_get("/v1/models", made.models)
         app.router.add_post("/v1/chat/completions", made.chat)
@@ -63,18 +64,17 @@ def server() -> Iterator[tuple[Server, str]]:
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         stop = asyncio.Event()
-        loops.append(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        end.append(lambda: loop.call_soon_threadsafe(stop.set))
         ready.set()
         await stop.wait()
         await runner.cleanup()
 
-    stop = asyncio.Event()
-    loops: list[asyncio.AbstractEventLoop] = []
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
     assert ready.wait(10)
     yield made, url
-    loops[0].call_soon_threadsafe(stop.set)
+    end[0]()
     thread.join(10)
 
 
