@@ -56,7 +56,9 @@ def make(tmp_path: Path) -> Make:
         for key, value in (KEYS | (keys or {})).items():
             full = key if "." in key and key.startswith("tok") else f"{architecture}.{key}"
             if isinstance(value, bool | str | list):
-                add = {bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
+                add: dict[type, Callable[[str, Any], None]] = {
+                    bool: writer.add_bool, str: writer.add_string, list: writer.add_array,
+                }  # fmt: skip
                 add[type(value)](full, value)
             elif value is not None:
                 (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(full, value)
@@ -171,7 +173,8 @@ def test_unknown_architecture(make: Make) -> None:
 
 
 def rope(**changes: Any) -> Rope:
-    return Rope(**{"layout": "norm", "dims": 8, "base": 10000.0, "original_context": 64} | changes)
+    fields: dict[str, Any] = {"layout": "norm", "dims": 8, "base": 1e4, "original_context": 64}
+    return Rope(**fields | changes)
 
 
 def test_rope_without_scaling() -> None:
