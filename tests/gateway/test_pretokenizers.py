@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import regex
+import regex  # type: ignore[import-untyped]
 from tokenizers import Regex, pre_tokenizers
 from voltapile.gateway.pretokenizers import PRE_TOKENIZERS
 
