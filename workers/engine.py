@@ -8,12 +8,14 @@ stop-watch.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from voltapile.kernels.load import load as load_ops
 from voltapile.kernels.ops import FINISH_NAMES, NOT_FINITE, Batch, Graph, Ops, StepOutput
+from voltapile.shm.board import Board
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.plan import Plan
 from voltapile.topology.spec import spec_of
@@ -196,16 +198,34 @@ class Engine:
 
 @contextlib.contextmanager
 def open_engine(
-    plan: Plan, rank: int = 0, progress: Progress = lambda stage, fraction: None
+    plan: Plan,
+    rank: int = 0,
+    progress: Progress = lambda stage, fraction: None,
+    board: Board | None = None,
 ) -> Iterator[Engine]:
-    """The loaded Engine of one rank of a Plan; its file stays open for as long."""
+    """The loaded Engine of one rank of a Plan; its file stays open for as long.
+
+    Meanwhile the calling thread runs on the rank's CPUs only. board: where the backend says that
+    it is alive, and sees that it must give up.
+    """
     mine = plan.ranks[rank]
+    before = os.sched_getaffinity(0)
     progress("file", 0.0)
     with Gguf.open(plan.model[0]) as gguf:
-        ops = load_ops(plan.backend, mine.threads, mine.memory["scratch"])
+        ops = load_ops(
+            plan.backend,
+            mine.threads,
+            mine.memory["scratch"],
+            mine.cpus,
+            board.heartbeat_address(rank) if board else 0,
+            board.abort_address if board else 0,
+        )
         engine = Engine(plan, ops, gguf, rank)
-        engine.load(progress)
-        yield engine
+        try:
+            engine.load(progress)
+            yield engine
+        finally:
+            os.sched_setaffinity(0, before)
 
 
 def first_pages(plan: Plan, tokens: int) -> list[list[int]]:

@@ -129,7 +129,8 @@ class Worker:
     def _load(self, resources: contextlib.ExitStack) -> Engine:
         mine = self.plan.ranks[self.rank]
         affinity.pin(mine.cpus, mine.node)
-        return resources.enter_context(open_engine(self.plan, self.rank, self._progress))
+        engine = open_engine(self.plan, self.rank, self._progress, self.board)
+        return resources.enter_context(engine)
 
     def _progress(self, stage: str, fraction: float) -> None:
         """Tell how far loading is."""

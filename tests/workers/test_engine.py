@@ -268,3 +268,50 @@ def test_steps_allocate_nothing(mini: Path, engine_for: Make, drive: Make) -> No
     before = resident()
     driver.generate(PROMPTS[0], 1100)
     assert resident() - before < 1 << 19
+
+
+@pytest.mark.parametrize("context", [256, 4096])
+def test_memory_is_as_planned(
+    mini: Path, engine_for: Make, drive: Make, monkeypatch: pytest.MonkeyPatch, context: int
+) -> None:
+    """What the CPU backend allocates is what the Plan says: KV, slots and the batch, scratch."""
+    from voltapile.kernels.cpu.ops import CpuOps
+
+    sizes = {"kv": 0, "arrays": 0}
+    zeros, kv_cache = CpuOps.zeros, CpuOps.kv_cache
+
+    def counted_zeros(ops: Any, shape: Any, dtype: Any) -> Any:
+        array = zeros(ops, shape, dtype)
+        sizes["arrays"] += array.nbytes
+        return array
+
+    def counted_cache(ops: Any, *arguments: Any) -> Any:
+        cache = kv_cache(ops, *arguments)
+        sizes["kv"] += cache.keys.nbytes + cache.values.nbytes
+        return cache
+
+    monkeypatch.setattr(CpuOps, "zeros", counted_zeros)
+    monkeypatch.setattr(CpuOps, "kv_cache", counted_cache)
+    engine = engine_for(mini / "llama/model-f16.gguf", "cpu", context=context)
+    host = engine.buffer.host.nbytes + sum(t.nbytes for t in engine.caches.tables)
+    planned = engine.plan.ranks[0].memory
+    assert sizes["kv"] == pytest.approx(planned["kv"], rel=0.02)
+    assert sizes["arrays"] + host <= planned["slots"]
+    total = sizes["kv"] + sizes["arrays"] + host + planned["scratch"]
+    assert total == pytest.approx(sum(planned.values()) - planned["reserve"], rel=0.02)
+
+
+def test_scratch_is_enough(mini: Path, engine_for: Make, drive: Make) -> None:
+    """The largest prompt step, all slots at once, and prompt probabilities stay below the plan."""
+    engine = engine_for(mini / "llama/model-f16.gguf", "cpu", context=1024)
+    driver = drive(engine)
+    prompts = [rng.integers(0, 650, engine.plan.batch_tokens // 4).tolist() for _ in range(4)]
+    rows = [row for slot in range(4) for row in driver.start(slot, prompts[slot], 8)]
+    assert all(answer.tokens for answer in driver.step(rows))
+    driver.step([Row(slot=slot) for slot in range(4)])
+    for slot in range(4):
+        driver.release(slot)
+    long = rng.integers(0, 650, 1000).astype(np.int32)
+    assert sum(len(piece) for piece in engine.prompt_logits(long)) == 1000
+    peak, planned = engine.ops.scratch_peak, engine.plan.ranks[0].memory["scratch"]
+    assert planned / 4 < peak <= planned

@@ -104,7 +104,8 @@ def test_reference(golden: Path, engine_for: Make, drive: Make, model: str, kind
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_every_layer(golden: Path, engine_for: Make, backend: str) -> None:
     """Taps are the hidden states that Hugging Face has at the same places."""
-    engine = engine_for(golden / "llama-tied/model-f32.gguf", backend)
+    exact = {"cache_type_k": "f32", "cache_type_v": "f32"}
+    engine = engine_for(golden / "llama-tied/model-f32.gguf", backend, **exact)
     stored = Golden(golden / "llama-tied", "")
     tokens = np.asarray(stored.prompts["p61"], np.int32)
     engine.caches.append(0, [[1, 2, 3, 4]])
