@@ -219,7 +219,7 @@ class CpuOps:
         up_bias: Weight | None = None,
     ) -> np.ndarray:
         assert gate.shape == up.shape, (gate.shape, up.shape)
-        assert x.shape[1] == gate.shape[1], (x.shape, gate.shape)
+        assert x.shape[1:] == gate.shape[1:], (x.shape, gate.shape)
         assert activation in ACTIVATIONS, activation
         out = self._scratch.array((len(x), gate.shape[0]))
         with self._scratch.scope():
@@ -305,7 +305,7 @@ class CpuOps:
         accumulate: bool,
     ) -> None:
         for weight in weights:
-            assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
+            assert weight.shape[1:] == x.shape[1:], (x.shape, weight.shape)
         vectors = [_bias(b, w) for b, w in zip(biases, weights, strict=True)]
         matrices = [_matrix(weight) for weight in weights]
         with self._scratch.scope():

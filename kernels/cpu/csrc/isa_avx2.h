@@ -96,7 +96,7 @@ struct V {
   }
   static void prefetch(const std::uint8_t* p, int bytes) {
     for (int i = 0; i < bytes; i += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
   }
 
   static Weights prepare(const I* w) {

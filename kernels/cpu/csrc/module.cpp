@@ -92,9 +92,9 @@ class Engine {
     if (recording_) throw std::runtime_error("already recording");
     recording_ = std::make_unique<Recording>();
   }
-  std::unique_ptr<Recording> recorded() {
+  Recording* recorded() {  // Python takes ownership
     if (!recording_) throw std::runtime_error("not recording");
-    return std::move(recording_);
+    return recording_.release();
   }
 
   // Runs the command, or records it together with the owners of the memory that it uses.
@@ -326,7 +326,7 @@ NB_MODULE(_cpu, m) {
            "cpus"_a, "heartbeat"_a, "abort"_a)
       .def_prop_ro("threads", &Engine::threads)
       .def("record", &Engine::record)
-      .def("recorded", &Engine::recorded)
+      .def("recorded", &Engine::recorded, nb::rv_policy::take_ownership)
       .def("replay", &Engine::replay, "recording"_a)
       .def("begin", begin, "batch"_a, "state"_a)
       .def("sample", sample, same("logits"), "batch"_a, "state"_a, "out"_a)
