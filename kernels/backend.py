@@ -15,13 +15,13 @@ FLOAT_CACHES = {"f16": (1, 2), "f32": (1, 4)}
 def describe(name: str) -> dict[str, object]:
     """The fields of topology.plan.Backend. Raises ValueError for a name that is not in NAMES."""
     if name == "cpu":
-        return _cpu()
+        return _describe_cpu()
     if name == "reference":
-        return _reference()
+        return _describe_reference()
     raise ValueError(f"unknown backend {name!r}; there are {', '.join(NAMES)}")
 
 
-def _cpu() -> dict[str, object]:
+def _describe_cpu() -> dict[str, object]:
     from voltapile.kernels.cpu import _cpu
 
     columns = 4096
@@ -37,7 +37,7 @@ def _cpu() -> dict[str, object]:
     }
 
 
-def _reference() -> dict[str, object]:
+def _describe_reference() -> dict[str, object]:
     return {
         "name": "reference",
         # Everything that the gguf package dequantises.

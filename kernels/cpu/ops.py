@@ -28,7 +28,7 @@ class CpuWeight:
 
     shape: tuple[int, ...]
     nbytes: int
-    matrix: Any = None  # _cpu.Matrix
+    matrix: _cpu.Matrix | None = None
     vector: np.ndarray | None = None
 
 
@@ -36,7 +36,7 @@ class CpuWeight:
 class CpuKv:
     """Keys and values of one layer; how they lie in a page is told in csrc/kernels.h."""
 
-    handle: Any  # _cpu.KvCache
+    handle: _cpu.KvCache
     keys: np.ndarray  # uint8 [pages, bytes]
     values: np.ndarray
     kv_heads: int
@@ -47,15 +47,16 @@ class CpuKv:
 class CpuGraph:
     """Recorded commands; owns the memory that they use."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: _cpu.Engine) -> None:
         self._engine = engine
-        self.recording: Any = None
+        self.recording: _cpu.Recording | None = None
 
     def replay(self) -> None:
         assert self.recording is not None, "the recording has not ended"
         self._engine.replay(self.recording)
 
     def __len__(self) -> int:
+        assert self.recording is not None
         return len(self.recording)
 
 
@@ -105,7 +106,7 @@ class CpuOps:
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        return aligned_bytes(nbytes).view(dtype).reshape(shape)
+        return np.ndarray(shape, dtype, aligned_bytes(nbytes))
 
     def kv_cache(
         self,
@@ -324,7 +325,7 @@ def unpack(data: np.ndarray, type_name: str, n: int) -> np.ndarray:
     return out
 
 
-def _matrix(weight: Weight) -> Any:
+def _matrix(weight: Weight) -> _cpu.Matrix:
     assert isinstance(weight, CpuWeight)
     assert weight.matrix is not None, "a vector where a matrix is needed"
     return weight.matrix

@@ -129,7 +129,11 @@ class Engine {
 
 template <class T>
 Array<T> field(nb::handle record, const char* name) {
-  return nb::cast<Array<T>>(record.attr(name), false);  // false: never a converted copy
+  try {
+    return nb::cast<Array<T>>(record.attr(name), false);  // false: never a converted copy
+  } catch (const nb::cast_error&) {
+    throw nb::type_error((std::string(name) + " has the wrong dtype or layout").c_str());
+  }
 }
 
 struct BatchArrays {

@@ -1,0 +1,90 @@
+"""The C++ module (csrc/module.cpp). Arrays are C-contiguous numpy arrays and never converted."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from voltapile.kernels.ops import Batch, SlotState, StepOutput
+
+Array = np.ndarray
+
+class Matrix:
+    def __init__(self, data: Array, type: int, rows: int, cols: int) -> None: ...
+
+class KvCache:
+    def __init__(
+        self,
+        keys: Array,
+        values: Array,
+        pages: int,
+        kv_heads: int,
+        page_tokens: int,
+        key_dim: int,
+        value_dim: int,
+        key_type: str,
+        value_type: str,
+    ) -> None: ...
+
+class Recording:
+    def __len__(self) -> int: ...
+
+class Engine:
+    """Runs each op at once, or appends it between record() and recorded()."""
+
+    def __init__(self, threads: int, cpus: Sequence[int], heartbeat: int, abort: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    def record(self) -> None: ...
+    def recorded(self) -> Recording: ...
+    def replay(self, recording: Recording) -> None: ...
+    def begin(self, batch: Batch, state: SlotState) -> None: ...
+    def sample(self, logits: Array, batch: Batch, state: SlotState, out: StepOutput) -> None: ...
+    def rms_norm(self, x: Array, weight: Array, out: Array, eps: float) -> None: ...
+    def rope_angles(self, positions: Array, inv_freq: Array, out: Array, scale: float) -> None: ...
+    def rope(self, x: Array, angles: Array, head_dim: int, neox: bool) -> None: ...
+    def store_kv(
+        self, cache: KvCache, k: Array, v: Array, slots: Array, positions: Array, table: Array
+    ) -> None: ...
+    def attention(
+        self,
+        q: Array,
+        out: Array,
+        cache: KvCache,
+        slots: Array,
+        positions: Array,
+        table: Array,
+        head_map: Sequence[int],
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> None: ...
+    def gather(self, x: Array, index: Array | None, out: Array, cols: int) -> None: ...
+    def embed(self, table: Matrix, tokens: Array, out: Array) -> None: ...
+    def linears(
+        self,
+        x: Array,
+        tokens: int,
+        matrices: Sequence[Matrix],
+        biases: Sequence[Array | None],
+        outs: Sequence[Array],
+        accumulate: bool,
+        quantised: Array,
+    ) -> None: ...
+    def glu(
+        self,
+        x: Array,
+        tokens: int,
+        gate: Matrix,
+        up: Matrix,
+        gate_bias: Array | None,
+        up_bias: Array | None,
+        gelu: bool,
+        out: Array,
+        quantised: Array,
+    ) -> None: ...
+
+def is_supported(type: int) -> bool: ...
+def unpack_to(type: int, data: Array, out: Array) -> None: ...
+def quantised_bytes(tokens: int, cols: int) -> int: ...
+def kv_pitch(page_tokens: int) -> int: ...
+def isa() -> str: ...
+def set_isa(name: str) -> None: ...
