@@ -86,8 +86,6 @@ def machine_lock() -> Iterator[None]:
 
 def measure(args: argparse.Namespace, threads: int) -> dict[str, Any]:
     """The medians for one thread count, with the keys of the project's other benches."""
-    from importlib.metadata import version
-
     from voltapile.workers.engine import open_engine
 
     context = args.ctx_size or args.n_prompt + args.n_gen + 1
@@ -100,14 +98,15 @@ def measure(args: argparse.Namespace, threads: int) -> dict[str, Any]:
     prefill, decode = [], []
     with open_engine(plan) as engine:
         ids = ordinary_ids(engine.gguf)
-        once(engine, random.choice(ids, CHUNK), 4, args.temp)  # reads the file, wakes the threads
+        warm_up = random.choice(ids, min(CHUNK, args.n_prompt))  # reads the file, wakes the threads
+        once(engine, warm_up, min(4, args.n_gen), args.temp)
         for _ in range(args.repetitions):
             prompt = random.choice(ids, args.n_prompt)
             seconds = once(engine, prompt, args.n_gen, args.temp)
             prefill.append(args.n_prompt / seconds[0])
             decode.append(args.n_gen / seconds[1])
     return {
-        "engine": f"voltapile {version('voltapile')} {plan.backend}",
+        "engine": engine_name(plan.backend),
         "threads": plan.ranks[0].threads,
         "prompt": args.n_prompt,
         "prefill_tok_s": round(statistics.median(prefill), 2),
@@ -116,6 +115,14 @@ def measure(args: argparse.Namespace, threads: int) -> dict[str, Any]:
         "all_prefill": [round(x, 1) for x in prefill],
         "all_decode": [round(x, 1) for x in decode],
     }
+
+
+def engine_name(backend: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    with contextlib.suppress(PackageNotFoundError):  # run from a checkout
+        return f"voltapile {version('voltapile')} {backend}"
+    return f"voltapile {backend}"
 
 
 def once(

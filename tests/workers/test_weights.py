@@ -1,0 +1,61 @@
+"""A file's tensors in the backend's form: fused and split projections give the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from voltapile.kernels.reference.ops import ReferenceOps
+from voltapile.shm.gguf import Gguf
+from voltapile.topology.spec import spec_of
+from voltapile.workers.models.blocks import qkv
+from voltapile.workers.models.registry import model_class
+from voltapile.workers.weights import FileWeights
+
+
+def test_every_byte_is_counted(mini: Path) -> None:
+    seen: list[float] = []
+    with Gguf.open(mini / "llama/model-f16.gguf") as file:
+        weights = FileWeights(file, ReferenceOps(), seen.append)
+        model_class("llama")(spec_of(file), weights, ReferenceOps())
+    assert seen == sorted(seen)
+    assert 0.99 < seen[-1] <= 1.0
+
+
+def test_a_missing_tensor_is_named(mini: Path) -> None:
+    with Gguf.open(mini / "llama/model-f16.gguf") as file:
+        weights = FileWeights(file, ReferenceOps())
+        with pytest.raises(ValueError, match=r"blk\.9\.attn_q\.weight"):
+            weights("blk.9.attn_q.weight")
+        assert weights.optional("blk.0.attn_q.bias") is None
+        assert weights.rows("blk.0.attn_qkv.weight", 0, 1) is None
+
+
+def test_a_fused_projection_is_cut(mini: Path, tmp_path: Path) -> None:
+    ops = ReferenceOps()
+    path = tmp_path / "fused.gguf"
+    with Gguf.open(mini / "llama/model-f16.gguf") as file:
+        spec = spec_of(file)
+        split, _ = qkv(spec, FileWeights(file, ops), "blk.0")
+        parts = [ops.dense(part) for part in split]
+    bias = np.arange(sum(len(part) for part in parts), dtype=np.float32)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("blk.0.attn_qkv.weight", np.concatenate(parts).astype(np.float16))
+    writer.add_tensor("blk.0.attn_qkv.bias", bias)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with Gguf.open(path) as file:
+        cut, biases = qkv(spec, FileWeights(file, ops), "blk.0")
+        for whole, piece in zip(parts, cut, strict=True):
+            np.testing.assert_array_equal(ops.dense(piece), whole)
+        found = np.concatenate([ops.dense(b) for b in biases if b is not None])
+        np.testing.assert_array_equal(found, bias)
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(ValueError, match="'mamba' is not supported; supported: llama"):
+        model_class("mamba")
