@@ -21,9 +21,7 @@ from voltapile.gateway.cli.serve import Server, add_http_options, run_loop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    parser.conflict_handler = "resolve"  # -m again, since a Plan names its model
-    parser.add_argument("-m", "--model", metavar="FILE", help="GGUF file, or any shard of one")
+    add_model_options(parser, requires_model=False)  # a Plan names its model
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="a Plan, as voltapile plan --json prints it"
     )
