@@ -297,7 +297,7 @@ class Engine:
         return True
 
     def _take_failed(self, name: str, failed: Failed) -> None:
-        self._failure = failed.reason or f"{name} failed without a reason"
+        self._failure = " ".join(failed.reason.split()) or f"{name} failed without a reason"
         if failed.step < 0 and not self._was_ready:
             self._give_up(self._failure)  # what cannot be loaded now cannot be loaded later
         else:

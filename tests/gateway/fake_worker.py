@@ -1,7 +1,7 @@
 """A worker without a model: speaks the protocol and gives tokens that depend on all before them.
 
 As a program: python fake_worker.py PLAN [--step-seconds S] [--heartbeat FILE] [--fail REASON]
-[--die CODE] [--die-at N] [--plan-id ID]
+[--die CODE] [--die-at N] [--load-seconds S]
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from voltapile.workers.protocol import (
     encode,
 )
 
-VOCAB = 1000
+VOCAB = 600  # below the special ids of the small golden models
 
 
 def next_token(tokens: list[int], seed: int) -> int:
@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--fail", default="")
     parser.add_argument("--die", type=int)
     parser.add_argument("--die-at", type=int, default=-1)
-    parser.add_argument("--plan-id", default="")
+    parser.add_argument("--load-seconds", type=float, default=0.0)
     args = parser.parse_args()
     plan = from_json(args.plan.read_bytes())
     socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -106,7 +106,8 @@ def main() -> int:
     if args.fail:
         socket.send_multipart(encode(Failed(name="text-0", reason=args.fail)))
         return 1
-    serve(socket, args, Ready(name="text-0", plan=args.plan_id or plan.id,
+    time.sleep(args.load_seconds)
+    serve(socket, args, Ready(name="text-0", plan=plan.id,
                               instance=secrets.randbits(63)))  # fmt: skip
     return 0
 
