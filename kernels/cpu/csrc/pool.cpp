@@ -14,9 +14,12 @@
 namespace voltapile {
 namespace {
 
-constexpr std::int64_t kSpin = 60'000;          // ns; a sleep and a wake cost about as much
-constexpr std::int64_t kSpinCrowded = 1'000;    // ns, when there are more threads than CPUs
-constexpr int kYields = 4;
+// Nanoseconds to spin. Whoever spins may hold the very CPU that the awaited thread needs (the
+// kernel likes to wake a thread where its waker runs), so a barrier's spin is short. Yielding
+// instead of sleeping would hand whole time slices to other processes on a busy machine.
+constexpr std::int64_t kSpinStart = 60'000;     // for the next list
+constexpr std::int64_t kSpinBarrier = 10'000;
+constexpr std::int64_t kSpinCrowded = 1'000;    // for both, with more threads than CPUs
 
 std::int64_t now() {
   timespec t;
@@ -70,10 +73,6 @@ void Gate::wait_past(std::uint32_t old, std::int64_t spin_ns) {
       pause();
     }
   } while (now() < deadline);
-  for (int i = 0; i < kYields; ++i) {
-    sched_yield();
-    if (value() != old) return;
-  }
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   while (value_.load(std::memory_order_seq_cst) == old) futex(&value_, FUTEX_WAIT, old);
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
@@ -89,9 +88,9 @@ void Pool::Free::operator()(std::uint8_t* p) const { std::free(p); }
 
 Pool::Pool(int threads, const std::vector<int>& cpus, std::atomic<std::int64_t>* heartbeat,
            const std::atomic<std::uint32_t>* abort)
-    : heartbeat_(heartbeat), abort_(abort), spin_ns_(kSpin) {
+    : heartbeat_(heartbeat), abort_(abort), spin_start_(kSpinStart), spin_barrier_(kSpinBarrier) {
   if (!cpus.empty()) pin(cpus);
-  if (threads > available_cpus()) spin_ns_ = kSpinCrowded;
+  if (threads > available_cpus()) spin_start_ = spin_barrier_ = kSpinCrowded;
   for (int rank = 0; rank < threads; ++rank) {
     void* memory = nullptr;
     if (posix_memalign(&memory, 4096, kLocalBytes) != 0) throw std::bad_alloc();
@@ -136,7 +135,7 @@ void Pool::work(int rank) {
   // First touch by the thread that uses it, so that the memory is on its node.
   std::memset(locals_[rank], 0, kLocalBytes);
   for (std::uint32_t seen = 0;; ++seen) {
-    start_.wait_past(seen, spin_ns_);
+    start_.wait_past(seen, spin_start_);
     if (quit_) return;
     run_as(*members_[rank]);
   }
@@ -166,7 +165,7 @@ void Pool::barrier() {
     arrived_.store(0, std::memory_order_relaxed);
     met_.advance();
   } else {
-    met_.wait_past(generation, spin_ns_);
+    met_.wait_past(generation, spin_barrier_);
   }
 }
 

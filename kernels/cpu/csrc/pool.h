@@ -11,7 +11,7 @@
 
 namespace voltapile {
 
-// A counter that threads wait on: they spin, then yield, then sleep in the kernel (futex).
+// A counter that threads wait on: they spin, then sleep in the kernel (futex).
 class Gate {
  public:
   std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
@@ -53,7 +53,7 @@ class Pool {
 
   std::atomic<std::int64_t>* heartbeat_;
   const std::atomic<std::uint32_t>* abort_;
-  std::int64_t spin_ns_;
+  std::int64_t spin_start_, spin_barrier_;  // ns
   std::vector<std::unique_ptr<Member>> members_;
   std::vector<std::unique_ptr<std::uint8_t, Free>> memory_;
   std::vector<std::uint8_t*> locals_;
