@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 READY_SECONDS = 1.0  # between two Ready while the gateway is silent
 STATS_SECONDS = 0.1  # between two Stats while loading
 BEAT_SECONDS = 0.2  # between two signs of life, in a step too
+ORPHAN_SECONDS = 5.0  # without a connection after which a spawned worker ends by itself
 LAST_WORDS_MS = 2000  # how long Failed may take to leave
 PR_SET_PDEATHSIG = 1
 
@@ -143,6 +144,7 @@ class Worker:
     # --- loop -----------------------------------------------------------------------------
     def _serve(self, resources: contextlib.ExitStack) -> None:
         engine = self._load(resources)
+        self.connected_at = time.monotonic()
         self.board.publish(self.rank, "ready", "ready", 1.0)
         self.log = resources.enter_context(self.record.open("wb")) if self.record else None
         monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -160,7 +162,7 @@ class Worker:
                 self._handle(engine, self.socket.recv_multipart())
             elif not self.is_greeted and time.monotonic() >= self.next_ready:
                 self.next_ready = time.monotonic() + READY_SECONDS
-                self._say(self._ready())
+                self._offer()
 
     def _handle(self, engine: Engine, frames: list[bytes]) -> None:
         message = decode(frames)
@@ -189,19 +191,28 @@ class Worker:
         engine.forget()
         self.is_greeted = False
 
-    def _ready(self) -> Ready:
-        return Ready(
+    def _offer(self) -> None:
+        """Tell whatever gateway is there that this worker is ready."""
+        ready = Ready(
             name=self.name,
             plan=self.plan.id,
             pages=[group.pages for group in self.plan.caches],
             slots=self.plan.slots,
             instance=self.instance,
         )
+        if self._say(ready):
+            self.connected_at = time.monotonic()
+        elif self.is_spawned and time.monotonic() - self.connected_at > ORPHAN_SECONDS:
+            # A gateway that died before we watched its process leaves no other trace.
+            raise StoppedError("no gateway is there")
 
-    def _say(self, message: Message) -> None:
-        """Send; to nobody if no gateway is there."""
-        with contextlib.suppress(zmq.Again):
+    def _say(self, message: Message) -> bool:
+        """Send; False, and the message is lost, if no gateway is there."""
+        try:
             self.socket.send_multipart(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     # --- signs of life and of death -------------------------------------------------------
     def _beat(self) -> None:

@@ -251,6 +251,14 @@ def test_ends_with_its_parent(gateway: Gateway, tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
+def test_ends_without_any_gateway(gateway: Gateway) -> None:
+    """It was killed before the worker could watch it."""
+    gateway.socket.close()
+    process = gateway.spawn()
+    assert process.wait(DEADLINE) == 0
+
+
 def state_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/status").read_text()
