@@ -19,7 +19,7 @@ import zmq.asyncio
 from voltapile.gateway.request import Chunk, Refused, Request
 from voltapile.gateway.scheduler import Scheduler
 from voltapile.gateway.stream import Stream
-from voltapile.gateway.supervisor import Restarts, Supervisor
+from voltapile.gateway.supervisor import Restarts, Supervisor, is_taken
 from voltapile.topology.endpoint import prepare
 from voltapile.topology.plan import Plan
 from voltapile.workers.protocol import (
@@ -120,6 +120,8 @@ class Engine:
 
     async def __aenter__(self) -> Self:
         prepare(self.plan.endpoint)
+        if is_taken(self.plan.endpoint):
+            raise OSError(f"another gateway listens at {self.plan.endpoint}")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 200)

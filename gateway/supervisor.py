@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket as socketlib
 import sys
-import tempfile
 from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from typing import Self
 
 from voltapile.shm.board import Board
 from voltapile.shm.segment import SegmentError
-from voltapile.topology.endpoint import prepare, runtime_directory
+from voltapile.topology.endpoint import default_endpoint, prepare, runtime_directory
 from voltapile.topology.plan import Plan, to_json
 
 LAST_WORDS = 20  # lines of standard error kept for the reason
@@ -42,20 +42,47 @@ def plan_file(plan: Plan) -> Iterator[Path]:
     It lies beside the socket (endpoint `tcp://`: where default sockets would lie).
     """
     prepare(plan.endpoint)
-    socket = None
-    if plan.endpoint.startswith("ipc://"):
-        socket = Path(plan.endpoint.removeprefix("ipc://"))
-    folder = socket.parent if socket else runtime_directory()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    handle, name = tempfile.mkstemp(".json", "plan-", folder)  # mode 0600
+    prepare(default_endpoint(plan.id))
+    folder = runtime_directory()
+    _sweep(folder)
+    socket = _socket_path(plan.endpoint) or folder / f"{plan.id}.sock"
+    path = socket.with_suffix(".json")
+    path.unlink(missing_ok=True)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(to_json(plan))
-        yield Path(name)
+        yield path
     finally:
-        Path(name).unlink(missing_ok=True)
-        if socket:
-            socket.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        socket.unlink(missing_ok=True)
+
+
+def is_taken(endpoint: str) -> bool:
+    """Somebody listens there. ZeroMQ would take an ipc address away from them silently."""
+    path = _socket_path(endpoint)
+    return path is not None and _listens(path)
+
+
+def _socket_path(endpoint: str) -> Path | None:
+    is_ipc = endpoint.startswith("ipc://")
+    return Path(endpoint.removeprefix("ipc://")) if is_ipc else None
+
+
+def _listens(path: Path) -> bool:
+    with socketlib.socket(socketlib.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what servers that were killed have left."""
+    for path in folder.glob("*.sock"):
+        if not _listens(path):
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 class Pulse:

@@ -378,3 +378,12 @@ async def test_an_address_that_cannot_be_used(plan: Plan) -> None:
     with pytest.raises(OSError, match="cannot listen"):
         async with Engine(bad):
             pass
+
+
+async def test_two_gateways_do_not_share_an_address(plan: Plan) -> None:
+    async with by_hand(plan) as (engine, hand):
+        with pytest.raises(OSError, match="another gateway"):
+            async with Engine(plan):
+                pass
+        await hand.ready()
+        await until(is_ok(engine))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import stat
 import sys
 import time
@@ -9,7 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from voltapile.gateway.supervisor import Pulse, Restarts, Supervisor, plan_file, worker_command
+from voltapile.gateway.supervisor import (
+    Pulse,
+    Restarts,
+    Supervisor,
+    is_taken,
+    plan_file,
+    worker_command,
+)
 from voltapile.shm.board import Board
 from voltapile.topology.plan import Plan, from_json, plan_id
 
@@ -136,14 +144,32 @@ def test_restarts_are_limited_in_a_window() -> None:
 
 
 def test_the_plan_file_is_private_and_goes_away(tmp_path: Path) -> None:
-    plan = make_plan(f"ipc://{tmp_path}/socket")
-    (tmp_path / "socket").touch()
+    plan = make_plan(f"ipc://{tmp_path}/socket.sock")
+    (tmp_path / "socket.sock").touch()
+    (tmp_path / "socket.json").write_text("left by another")
     with plan_file(plan) as path:
         assert path.parent == tmp_path
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert from_json(path.read_bytes()) == plan
         assert worker_command(path, 1)[-4:] == ["--plan", str(path), "--rank", "1"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_servers_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("voltapile.gateway.supervisor.runtime_directory", lambda: tmp_path)
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as live:
+        dead.bind(str(tmp_path / "dead.sock"))
+        live.bind(str(tmp_path / "live.sock"))
+        live.listen()
+        for name in ("dead.json", "live.json", "starting.json"):
+            (tmp_path / name).touch()
+        with plan_file(make_plan("tcp://127.0.0.1:1")):
+            pass
+        left = sorted(path.name for path in tmp_path.iterdir())
+        assert left == ["live.json", "live.sock", "starting.json"]
+        assert is_taken(f"ipc://{tmp_path}/live.sock")
+        assert not is_taken(f"ipc://{tmp_path}/dead.sock")
+        assert not is_taken("tcp://127.0.0.1:1")
 
 
 def test_pulse_is_the_quietest_ranks(tmp_path: Path) -> None:
