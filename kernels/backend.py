@@ -9,7 +9,6 @@ from __future__ import annotations
 from voltapile.shm.formats import FORMATS
 
 NAMES = ("cpu", "reference")
-FLOAT_CACHES = {"f16": (1, 2), "f32": (1, 4)}
 
 
 def describe(name: str) -> dict[str, object]:
@@ -23,12 +22,13 @@ def describe(name: str) -> dict[str, object]:
 
 def _describe_cpu() -> dict[str, object]:
     from voltapile.kernels.cpu import _cpu
+    from voltapile.kernels.cpu.ops import KV_TYPES
 
     columns = 4096
     return {
         "name": "cpu",
         "formats": [kind.name for kind in FORMATS.values() if _cpu.is_supported(kind.id)],
-        "kv_types": FLOAT_CACHES,
+        "kv_types": KV_TYPES,
         "page_tokens": 64,
         "max_decode_rows": 64,
         "activation_bytes": _cpu.quantised_bytes(1, columns) / columns,

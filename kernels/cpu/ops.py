@@ -17,7 +17,7 @@ from voltapile.kernels.cpu.scratch import Scratch, aligned_bytes
 from voltapile.kernels.ops import Batch, SlotState, StepOutput, Weight
 from voltapile.shm.formats import format_of
 
-KV_TYPES = {"f32": 4, "f16": 2}  # bytes a value
+KV_TYPES = {"f16": (1, 2), "f32": (1, 4), "q8_0": (32, 34)}  # values, bytes of a block
 OVERRUN = 128  # bytes that kernels may read past the last value
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -118,11 +118,8 @@ class CpuOps:
         key_type: str,
         value_type: str,
     ) -> CpuKv:
-        for kv_type in (key_type, value_type):
-            if kv_type not in KV_TYPES:
-                raise ValueError(f"cache type {kv_type!r}; the cpu backend has {list(KV_TYPES)}")
-        key_bytes = kv_heads * key_dim * _cpu.kv_pitch(page_tokens) * KV_TYPES[key_type]
-        value_bytes = kv_heads * value_dim * page_tokens * KV_TYPES[value_type]
+        key_bytes = kv_heads * _cpu.kv_pitch(page_tokens) * _kv_bytes(key_type, key_dim)
+        value_bytes = kv_heads * page_tokens * _kv_bytes(value_type, value_dim)
         keys = aligned_bytes(pages * key_bytes)
         values = aligned_bytes(pages * value_bytes + OVERRUN)
         handle = _cpu.KvCache(
@@ -323,6 +320,16 @@ def unpack(data: np.ndarray, type_name: str, n: int) -> np.ndarray:
     out = np.empty(n, np.float32)
     _cpu.unpack_to(format_of(type_name).id, data.reshape(-1), out)
     return out
+
+
+def _kv_bytes(kv_type: str, dim: int) -> int:
+    """Bytes of one head at one position."""
+    if kv_type not in KV_TYPES:
+        raise ValueError(f"cache type {kv_type!r}; the cpu backend has {', '.join(KV_TYPES)}")
+    length, nbytes = KV_TYPES[kv_type]
+    if dim % length:
+        raise ValueError(f"cache type {kv_type}: heads of {dim} are no multiple of {length}")
+    return dim // length * nbytes
 
 
 def _matrix(weight: Weight) -> _cpu.Matrix:

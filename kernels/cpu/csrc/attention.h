@@ -48,22 +48,23 @@ inline Range seen(const AttentionArgs& args, std::int64_t token) {
 
 // Neighbouring tokens of one slot, and the pieces that they see.
 struct Tile {
-  std::int64_t token, count, slot, begin, end;
+  std::int64_t token, count, slot;
+  Range range;              // of all of them
+  std::int64_t begin, end;  // pieces
 };
 
 inline Tile next_tile(const AttentionArgs& args, const Shape& shape, std::int64_t token,
                       std::int64_t max_tokens) {
-  Tile tile{token, 0, args.at.slots[token], 0, 0};
-  std::int64_t first = 0, last = 0;
+  Tile tile{token, 0, args.at.slots[token], seen(args, token), 0, 0};
   while (token < args.at.tokens && tile.count < max_tokens && args.at.slots[token] == tile.slot) {
     const Range range = seen(args, token);
-    if (tile.count == 0 || range.first < first) first = range.first;
-    if (tile.count == 0 || range.last > last) last = range.last;
+    if (range.first < tile.range.first) tile.range.first = range.first;
+    if (range.last > tile.range.last) tile.range.last = range.last;
     ++tile.count;
     ++token;
   }
-  tile.begin = first / shape.piece_tokens;
-  tile.end = last / shape.piece_tokens + 1;
+  tile.begin = tile.range.first / shape.piece_tokens;
+  tile.end = tile.range.last / shape.piece_tokens + 1;
   return tile;
 }
 
@@ -140,22 +141,19 @@ void compute_piece(const AttentionArgs& args, const Shape& shape, const Item& it
                    std::int64_t piece, const Local& local, float* node) {
   const KvLayout& cache = args.cache;
   const std::int64_t rows = item.rows(), pitch = shape.piece_pitch;
-  std::int64_t last = 0;
-  for (std::int64_t i = 0; i < item.tile.count; ++i) {
-    const std::int64_t p = args.at.positions[item.tile.token + i];
-    last = p > last ? p : last;
-  }
-  const std::int64_t left = last - piece * shape.piece_tokens + 1;  // positions from here on
-  const std::int64_t tokens = left < shape.piece_tokens ? left : shape.piece_tokens;
+  const std::int64_t start = piece * shape.piece_tokens;
+  const std::int64_t tokens = clamp(item.tile.range.last + 1 - start, shape.piece_tokens);
+  const std::int64_t skipped = clamp(item.tile.range.first - start, shape.piece_tokens);
+  const std::int64_t first_page = skipped / cache.page_tokens;
   const std::int64_t pages = ceil_div(tokens, cache.page_tokens);
   auto page_of = [&](std::int64_t page) {
     return page_id(args, item, piece * shape.piece_pages + page) * cache.kv_heads +
            item.group.kv_head;
   };
-  for (std::int64_t page = 0; page < pages; ++page) {
-    const K* keys = reinterpret_cast<const K*>(cache.keys + page_of(page) * cache.key_head_bytes());
+  for (std::int64_t page = first_page; page < pages; ++page) {
+    const K keys(cache.keys + page_of(page) * cache.key_head_bytes(), cache.key_dim, cache.pitch);
     for_blocks(rows, [&](auto block, std::int64_t r) {
-      score_block<block.count>(local.q + r, keys, cache.key_dim, cache.pitch, cache.pitch,
+      score_block<block.count>(local.q + r, keys, cache.key_dim, cache.pitch,
                                local.scores + r * pitch + page * cache.pitch, pitch);
     });
   }
@@ -167,14 +165,15 @@ void compute_piece(const AttentionArgs& args, const Shape& shape, const Item& it
     soften(args, shape, range, piece, pages, local.scores + r * pitch, max + r, sum + r);
   }
   __builtin_memset(acc, 0, rows * shape.acc_pitch * 4);
-  for (std::int64_t page = 0; page < pages; ++page) {
-    const std::int64_t rest = tokens - page * cache.page_tokens;
-    const std::int64_t count = rest < cache.page_tokens ? rest : cache.page_tokens;
-    const V* values =
-        reinterpret_cast<const V*>(cache.values + page_of(page) * cache.value_head_bytes());
+  for (std::int64_t page = first_page; page < pages; ++page) {
+    // Nothing outside of what the tile sees is read: it may be another request's by now.
+    const std::int64_t n = clamp(skipped - page * cache.page_tokens, cache.page_tokens);
+    const std::int64_t stop = clamp(tokens - page * cache.page_tokens, cache.page_tokens);
+    const V values(cache.values + page_of(page) * cache.value_head_bytes(), cache.page_tokens,
+                   cache.value_dim);
     for_blocks(rows, [&](auto block, std::int64_t r) {
-      value_block<block.count>(local.scores + r * pitch + page * cache.pitch, pitch, values,
-                               cache.value_dim, count, acc + r * shape.acc_pitch,
+      value_block<block.count>(local.scores + r * pitch + page * cache.pitch, pitch, values, n,
+                               stop, cache.value_dim, acc + r * shape.acc_pitch,
                                shape.acc_pitch);
     });
   }
@@ -274,13 +273,21 @@ inline std::int64_t attention_rows(const KvLayout& cache, std::int64_t table_wid
   return rows;
 }
 
+template <class K>
+void attention_with(const AttentionArgs& args, Team& team) {
+  switch (args.cache.value_type) {
+    case KvType::f32: return attention_as<K, Head<float>>(args, team);
+    case KvType::f16: return attention_as<K, Head<std::uint16_t>>(args, team);
+    case KvType::q8_0: return attention_as<K, Q8Values>(args, team);
+  }
+}
+
 inline void attention(const AttentionArgs& args, Team& team) {
-  const bool k32 = args.cache.key_type == KvType::f32, v32 = args.cache.value_type == KvType::f32;
-  using Half = std::uint16_t;
-  if (k32 && v32) return attention_as<float, float>(args, team);
-  if (k32) return attention_as<float, Half>(args, team);
-  if (v32) return attention_as<Half, float>(args, team);
-  return attention_as<Half, Half>(args, team);
+  switch (args.cache.key_type) {
+    case KvType::f32: return attention_with<Head<float>>(args, team);
+    case KvType::f16: return attention_with<Head<std::uint16_t>>(args, team);
+    case KvType::q8_0: return attention_with<Q8Keys>(args, team);
+  }
 }
 
 }  // namespace

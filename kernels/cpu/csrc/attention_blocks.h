@@ -17,15 +17,53 @@ inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1
 inline Vec load_as(const float* p) { return load(p); }
 inline Vec load_as(const std::uint16_t* p) { return load_half(p); }
 
+// The keys or values of one head in one page: [rows][cols] of T. For keys a row is a dimension,
+// for values a position; at() gives W neighbours of a row.
+template <class T>
+struct Head {
+  Head(const std::uint8_t* base, std::int64_t, std::int64_t cols)
+      : data(reinterpret_cast<const T*>(base)), cols(cols) {}
+  Vec at(std::int64_t row, std::int64_t col) const { return load_as(data + row * cols + col); }
+  const T* data;
+  std::int64_t cols;
+};
+
+struct Q8Keys {
+  Q8Keys(const std::uint8_t* base, std::int64_t dim, std::int64_t pitch)
+      : scales(reinterpret_cast<const std::uint16_t*>(base)),
+        data(reinterpret_cast<const std::int8_t*>(scales + dim / KvLayout::kBlock * pitch)),
+        pitch(pitch) {}
+  Vec at(std::int64_t d, std::int64_t n) const {
+    return load_half(scales + d / KvLayout::kBlock * pitch + n) * load_bytes(data + d * pitch + n);
+  }
+  const std::uint16_t* scales;
+  const std::int8_t* data;
+  std::int64_t pitch;
+};
+
+struct Q8Values {
+  Q8Values(const std::uint8_t* base, std::int64_t page_tokens, std::int64_t dim)
+      : scales(reinterpret_cast<const std::uint16_t*>(base)),
+        data(reinterpret_cast<const std::int8_t*>(scales + dim / KvLayout::kBlock * page_tokens)),
+        dim(dim) {}
+  Vec at(std::int64_t n, std::int64_t d) const {
+    const std::uint16_t scale = scales[(n * dim + d) / KvLayout::kBlock];
+    return splat(half_to_float(scale)) * load_bytes(data + n * dim + d);
+  }
+  const std::uint16_t* scales;
+  const std::int8_t* data;
+  std::int64_t dim;
+};
+
 // scores[r][n] = q[r] . keys[..][n] for n in [0, count), R rows; q is [dim][kMaxRows].
 template <int R, class K>
-void score_block(const float* q, const K* keys, std::int64_t dim, std::int64_t pitch,
-                 std::int64_t count, float* scores, std::int64_t scores_pitch) {
+void score_block(const float* q, const K& keys, std::int64_t dim, std::int64_t count,
+                 float* scores, std::int64_t scores_pitch) {
   for (std::int64_t n = 0; n < count; n += 2 * W) {
     Vec sum[R][2];
     for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = splat(0.0f);
     for (std::int64_t d = 0; d < dim; ++d) {
-      const Vec k0 = load_as(keys + d * pitch + n), k1 = load_as(keys + d * pitch + n + W);
+      const Vec k0 = keys.at(d, n), k1 = keys.at(d, n + W);
       for (int r = 0; r < R; ++r) {
         const Vec x = splat(q[d * kMaxRows + r]);
         sum[r][0] = madd(x, k0, sum[r][0]);
@@ -39,18 +77,18 @@ void score_block(const float* q, const K* keys, std::int64_t dim, std::int64_t p
   }
 }
 
-// acc[r][..] += sum over n in [0, count) of p[r][n] * values[n][..], R rows.
+// acc[r][..] += sum over n in [begin, end) of p[r][n] * values[n][..], R rows.
 template <int R, class V>
-void value_block(const float* p, std::int64_t p_pitch, const V* values, std::int64_t dim,
-                 std::int64_t count, float* acc, std::int64_t acc_pitch) {
+void value_block(const float* p, std::int64_t p_pitch, const V& values, std::int64_t begin,
+                 std::int64_t end, std::int64_t dim, float* acc, std::int64_t acc_pitch) {
   for (std::int64_t d = 0; d < dim; d += 2 * W) {
     Vec sum[R][2];
     for (int r = 0; r < R; ++r) {
       sum[r][0] = load(acc + r * acc_pitch + d);
       sum[r][1] = load(acc + r * acc_pitch + d + W);
     }
-    for (std::int64_t n = 0; n < count; ++n) {
-      const Vec v0 = load_as(values + n * dim + d), v1 = load_as(values + n * dim + d + W);
+    for (std::int64_t n = begin; n < end; ++n) {
+      const Vec v0 = values.at(n, d), v1 = values.at(n, d + W);
       for (int r = 0; r < R; ++r) {
         const Vec x = splat(p[r * p_pitch + n]);
         sum[r][0] = madd(x, v0, sum[r][0]);
@@ -88,12 +126,66 @@ inline void for_blocks(std::int64_t rows, F f) {
 
 // --- storing ----------------------------------------------------------------------------------
 
-inline void put(std::uint8_t* base, KvType type, std::int64_t index, float x) {
-  if (type == KvType::f32) {
-    reinterpret_cast<float*>(base)[index] = x;
-  } else {
-    reinterpret_cast<std::uint16_t*>(base)[index] = to_half(x);
+// Writes x to places at, at + step, ... of a head of type f32 or f16.
+inline void put(std::uint8_t* head, KvType type, std::int64_t at, std::int64_t step,
+                const float* x, std::int64_t dim) {
+  float* floats = reinterpret_cast<float*>(head) + at;
+  std::uint16_t* halves = reinterpret_cast<std::uint16_t*>(head) + at;
+  for (std::int64_t d = 0; d < dim; ++d) {
+    if (type == KvType::f32) {
+      floats[d * step] = x[d];
+    } else {
+      halves[d * step] = to_half(x[d]);
+    }
   }
+}
+
+// The scale of kBlock values, and what to multiply them with to get integers up to 127.
+struct BlockScale {
+  std::uint16_t half;
+  float inverse;
+};
+
+inline BlockScale block_scale(const float* x) {
+  float most = 0.0f, check = 0.0f;
+  for (std::int64_t i = 0; i < KvLayout::kBlock; ++i) {
+    const float size = __builtin_fabsf(x[i]);
+    most = size > most ? size : most;
+    check += x[i] * 0.0f;  // NaN if anything is not finite, and then the scale is
+  }
+  const float scale = most / 127.0f + check;
+  return {to_half(scale), scale > 0.0f ? 1.0f / scale : 0.0f};
+}
+
+// q8_0: integers to data[at + d * step], scales to scales[scale_at + d / kBlock * scale_step].
+inline void put_q8(std::uint16_t* scales, std::int64_t scale_at, std::int64_t scale_step,
+                   std::int8_t* data, std::int64_t at, std::int64_t step, const float* x,
+                   std::int64_t dim) {
+  for (std::int64_t d = 0; d < dim; d += KvLayout::kBlock) {
+    const BlockScale scale = block_scale(x + d);
+    scales[scale_at + d / KvLayout::kBlock * scale_step] = scale.half;
+    for (std::int64_t i = d; i < d + KvLayout::kBlock; ++i) {
+      data[at + i * step] = static_cast<std::int8_t>(__builtin_roundf(x[i] * scale.inverse));
+    }
+  }
+}
+
+inline void put_key(const KvLayout& cache, std::uint8_t* head, std::int64_t offset,
+                    const float* k) {
+  const std::int64_t dim = cache.key_dim, pitch = cache.pitch;
+  if (cache.key_type != KvType::q8_0) return put(head, cache.key_type, offset, pitch, k, dim);
+  std::uint16_t* scales = reinterpret_cast<std::uint16_t*>(head);
+  std::int8_t* data = reinterpret_cast<std::int8_t*>(scales + dim / KvLayout::kBlock * pitch);
+  put_q8(scales, offset, pitch, data, offset, pitch, k, dim);
+}
+
+inline void put_value(const KvLayout& cache, std::uint8_t* head, std::int64_t offset,
+                      const float* v) {
+  const std::int64_t dim = cache.value_dim, blocks = dim / KvLayout::kBlock;
+  if (cache.value_type != KvType::q8_0) return put(head, cache.value_type, offset * dim, 1, v, dim);
+  std::uint16_t* scales = reinterpret_cast<std::uint16_t*>(head);
+  std::int8_t* data = reinterpret_cast<std::int8_t*>(scales + blocks * cache.page_tokens);
+  put_q8(scales, offset * blocks, 1, data, offset * dim, 1, v, dim);
 }
 
 inline void store_kv(const StoreKvArgs& args, Team& team) {
@@ -109,14 +201,8 @@ inline void store_kv(const StoreKvArgs& args, Team& team) {
     if (id < 0 || id >= cache.pages) continue;
     std::uint8_t* keys = cache.keys + (id * cache.kv_heads + head) * cache.key_head_bytes();
     std::uint8_t* values = cache.values + (id * cache.kv_heads + head) * cache.value_head_bytes();
-    const float* k = args.k + unit * cache.key_dim;
-    const float* v = args.v + unit * cache.value_dim;
-    for (std::int64_t d = 0; d < cache.key_dim; ++d) {
-      put(keys, cache.key_type, d * cache.pitch + offset, k[d]);
-    }
-    for (std::int64_t d = 0; d < cache.value_dim; ++d) {
-      put(values, cache.value_type, offset * cache.value_dim + d, v[d]);
-    }
+    put_key(cache, keys, offset, args.k + unit * cache.key_dim);
+    put_value(cache, values, offset, args.v + unit * cache.value_dim);
   }
 }
 

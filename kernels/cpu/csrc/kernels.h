@@ -24,23 +24,25 @@ struct RopeArgs {
   bool neox;            // pairs (i, i + pairs) instead of (2i, 2i + 1)
 };
 
-enum class KvType { f32, f16 };
+enum class KvType { f32, f16, q8_0 };
 
 // Pages of one layer. A page holds, for each kv head, keys [key_dim][pitch] (a position is a
 // column, so that scores are computed for neighbouring positions at once) and values
-// [page_tokens][value_dim]. pitch is page_tokens rounded up to kPitch.
+// [page_tokens][value_dim]. pitch is page_tokens rounded up to kPitch. q8_0: half scales of 32
+// dimensions each come first, [key_dim / 32][pitch] or [page_tokens][value_dim / 32].
 struct KvLayout {
   static constexpr std::int64_t kPitch = 32;
+  static constexpr std::int64_t kBlock = 32;  // values that share a scale in q8_0
   std::uint8_t* keys;
   std::uint8_t* values;  // readable for 128 bytes past its end: vectors overrun the last row
   KvType key_type, value_type;
   std::int64_t pages, kv_heads, page_tokens, pitch, key_dim, value_dim;
 
-  static std::int64_t type_bytes(KvType type) { return type == KvType::f32 ? 4 : 2; }
-  std::int64_t key_head_bytes() const { return key_dim * pitch * type_bytes(key_type); }
-  std::int64_t value_head_bytes() const {
-    return page_tokens * value_dim * type_bytes(value_type);
+  static std::int64_t bytes(KvType type, std::int64_t n) {
+    return type == KvType::f32 ? n * 4 : type == KvType::f16 ? n * 2 : n / kBlock * (kBlock + 2);
   }
+  std::int64_t key_head_bytes() const { return bytes(key_type, key_dim * pitch); }
+  std::int64_t value_head_bytes() const { return bytes(value_type, page_tokens * value_dim); }
 };
 
 // Where the tokens of a step are: slots[t], positions[t], table [slots, table_width] of pages.

@@ -66,6 +66,7 @@ struct CacheObject {
   static KvType kv_type(const std::string& name) {
     if (name == "f32") return KvType::f32;
     if (name == "f16") return KvType::f16;
+    if (name == "q8_0") return KvType::q8_0;
     throw std::invalid_argument("kv cache: unknown type " + name);
   }
   BytesOut keys, values;

@@ -99,7 +99,7 @@ inline float exp_one(float x) {
   return part[0];
 }
 
-// --- half precision ---------------------------------------------------------------------------
+// --- narrow types -----------------------------------------------------------------------------
 
 inline Vec load_half(const std::uint16_t* p) {
 #if defined(__AVX512F__)
@@ -114,6 +114,27 @@ inline Vec load_half(const std::uint16_t* p) {
   value |= (special & 0x7f800000) | ((h & 0x8000) << 16);
   return bits_to_vec(value);
 #endif
+}
+
+inline Vec load_bytes(const std::int8_t* p) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  Vec x;
+  for (int i = 0; i < W; ++i) x[i] = p[i];
+  return x;
+#endif
+}
+
+inline float half_to_float(std::uint16_t h) {
+  std::uint16_t padded[W] = {h};
+  float part[W];
+  store(part, load_half(padded));
+  return part[0];
 }
 
 // Round to nearest even; what is too large becomes the largest finite half.
