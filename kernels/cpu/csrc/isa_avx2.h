@@ -76,10 +76,10 @@ struct V {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   }
   // Rows r and r + 4 in the two halves.
-  static I halves(const std::uint8_t* p, std::int64_t stride) {
+  VP_INLINE static I halves(const std::uint8_t* p, std::int64_t stride) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(p)), load16(p + 4 * stride), 1);
   }
-  static void load4(const std::uint8_t* p, std::int64_t stride, I* out) {
+  VP_INLINE static void load4(const std::uint8_t* p, std::int64_t stride, I* out) {
     const I a = halves(p, stride), b = halves(p + stride, stride);
     const I c = halves(p + 2 * stride, stride), d = halves(p + 3 * stride, stride);
     const I ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
@@ -89,7 +89,7 @@ struct V {
     out[2] = _mm256_unpacklo_epi64(ab2, cd2);
     out[3] = _mm256_unpackhi_epi64(ab2, cd2);
   }
-  static I load1(const std::uint8_t* p, std::int64_t stride) {
+  VP_INLINE static I load1(const std::uint8_t* p, std::int64_t stride) {
     I out[4];
     load4(p, stride, out);
     return out[0];
@@ -99,7 +99,7 @@ struct V {
       _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
   }
 
-  static Weights prepare(const I* w) {
+  VP_INLINE static Weights prepare(const I* w) {
     Weights out;
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
@@ -110,7 +110,7 @@ struct V {
   }
   // Exact: 32 * 255 * 32767 < 2^28.
   template <int from, int to>
-  static I dot(const Weights& w, const std::uint8_t* x) {
+  VP_INLINE static I dot(const Weights& w, const std::uint8_t* x) {
     I even = _mm256_setzero_si256(), odd = even;
 #pragma GCC unroll 8
     for (int j = from; j < to; ++j) {

@@ -74,13 +74,13 @@ struct V {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   }
   // Rows r, r + 4, r + 8, r + 12 in the four quarters.
-  static I quarters(const std::uint8_t* p, std::int64_t stride) {
+  VP_INLINE static I quarters(const std::uint8_t* p, std::int64_t stride) {
     I x = _mm512_castsi128_si512(load16(p));
     x = _mm512_inserti32x4(x, load16(p + 4 * stride), 1);
     x = _mm512_inserti32x4(x, load16(p + 8 * stride), 2);
     return _mm512_inserti32x4(x, load16(p + 12 * stride), 3);
   }
-  static void load4(const std::uint8_t* p, std::int64_t stride, I* out) {
+  VP_INLINE static void load4(const std::uint8_t* p, std::int64_t stride, I* out) {
     const I a = quarters(p, stride), b = quarters(p + stride, stride);
     const I c = quarters(p + 2 * stride, stride), d = quarters(p + 3 * stride, stride);
     const I ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
@@ -90,7 +90,7 @@ struct V {
     out[2] = _mm512_unpacklo_epi64(ab2, cd2);
     out[3] = _mm512_unpackhi_epi64(ab2, cd2);
   }
-  static I load1(const std::uint8_t* p, std::int64_t stride) {
+  VP_INLINE static I load1(const std::uint8_t* p, std::int64_t stride) {
     I out[4];
     load4(p, stride, out);
     return out[0];
@@ -100,12 +100,12 @@ struct V {
       _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
   }
 
-  static Weights prepare(const I* w) {
+  VP_INLINE static Weights prepare(const I* w) {
     return {{w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]}};
   }
   // Exact: |low sum|, |high sum| <= 32 * 255 * 128 < 2^21, and their mix is below 2^29.
   template <int from, int to>
-  static I dot(const Weights& weights, const std::uint8_t* x) {
+  VP_INLINE static I dot(const Weights& weights, const std::uint8_t* x) {
     I high = _mm512_setzero_si512(), low = high;
 #pragma GCC unroll 8
     for (int j = from; j < to; ++j) {
@@ -116,16 +116,20 @@ struct V {
   }
 
   static __mmask16 first(std::int64_t n) {
-    return static_cast<__mmask16>(n >= lanes ? 0xffff : (1 << n) - 1);
+    return static_cast<__mmask16>((1 << n) - 1);
   }
   static F load_part(const std::uint8_t* p, std::int64_t n) {
-    return _mm512_maskz_loadu_ps(first(n), p);
+    return n >= lanes ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps(first(n), p);
+  }
+  static __m256i load_shorts(const std::uint8_t* p, std::int64_t n) {
+    return n >= lanes ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
+                      : _mm256_maskz_loadu_epi16(first(n), p);
   }
   static F half_part(const std::uint8_t* p, std::int64_t n) {
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
+    return _mm512_cvtph_ps(load_shorts(p, n));
   }
   static F brain_part(const std::uint8_t* p, std::int64_t n) {
-    const I wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p));
+    const I wide = _mm512_cvtepu16_epi32(load_shorts(p, n));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
   }
 

@@ -1,138 +1,81 @@
-// Vectors in plain C++, for any little-endian CPU: arrays of 8 lanes that compilers vectorise.
+// Vectors of four lanes in plain C++, for any little-endian CPU (GCC's and Clang's vector types).
 //
-// A record holds the 32 integers in order. Products of floats are rounded before they are added.
+// Weights' bytes are widened to pairs of 16-bit integers; a record holds the integers of columns
+// (4j, 4j + 2), (4j + 1, 4j + 3) for j = 0..7. Float products are rounded before they are added.
 #pragma once
 #include <cstdint>
 
-#include "../../formats/bits.h"
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "isa_table.h"
 
 namespace voltapile::plain {
 
-constexpr int kLanes = 8;
+typedef std::int32_t I __attribute__((vector_size(16)));
+typedef std::uint32_t U __attribute__((vector_size(16)));
+typedef float F __attribute__((vector_size(16)));
 
-struct I {
-  std::int32_t v[kLanes];
-};
-struct F {
-  float v[kLanes];
-};
 struct Weights {
-  std::int16_t w[32][kLanes];  // [column][row]
+  I even[8], odd[8];
 };
-
-template <class Out, class Op>
-inline Out each(Op op) {
-  Out out;
-  for (int i = 0; i < kLanes; ++i) out.v[i] = op(i);
-  return out;
-}
 
 struct V {
-  static constexpr int lanes = kLanes, float_tokens = 1;
+  static constexpr int lanes = 4, float_tokens = 2;
   static constexpr float range = 32767;
 
   static F zero() { return set(0.f); }
-  static F set(float x) {
-    return each<F>([&](int) { return x; });
-  }
-  static F broadcast(const std::uint8_t* p) { return set(formats::from_bits(word(p))); }
-  static F load(const float* p) {
-    return each<F>([&](int i) { return p[i]; });
-  }
-  static void store(float* p, const F& x) {
-    for (int i = 0; i < lanes; ++i) p[i] = x.v[i];
-  }
-  static F add(const F& a, const F& b) {
-    return each<F>([&](int i) { return a.v[i] + b.v[i]; });
-  }
-  static F sub(const F& a, const F& b) {
-    return each<F>([&](int i) { return a.v[i] - b.v[i]; });
-  }
-  static F mul(const F& a, const F& b) {
-    return each<F>([&](int i) { return a.v[i] * b.v[i]; });
-  }
-  static F div(const F& a, const F& b) {
-    return each<F>([&](int i) { return a.v[i] / b.v[i]; });
-  }
-  static F fma(const F& a, const F& b, const F& c) {
-    return each<F>([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
-  }
-  static F min(const F& a, const F& b) {
-    return each<F>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
-  }
-  static F max(const F& a, const F& b) {
-    return each<F>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
-  }
-  static F round(const F& x) { return to_float(to_int(x)); }
-  static float sum(const F& x) {
-    const float* v = x.v;
-    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
-  }
+  static F set(float x) { return F{x, x, x, x}; }
+  static F broadcast(const std::uint8_t* p) { return set(read<float>(p)); }
+  static F load(const float* p) { return read<F>(p); }
+  static void store(float* p, F x) { __builtin_memcpy(p, &x, sizeof x); }
+  static F add(F a, F b) { return a + b; }
+  static F sub(F a, F b) { return a - b; }
+  static F mul(F a, F b) { return a * b; }
+  static F div(F a, F b) { return a / b; }
+  static F fma(F a, F b, F c) { return a * b + c; }
+  static F min(F a, F b) { return a < b ? a : b; }
+  static F max(F a, F b) { return a > b ? a : b; }
+  static F round(F x) { return to_float(to_int(x)); }
+  static float sum(F x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
-  static I bits(std::uint32_t x) {
-    return each<I>([&](int) { return static_cast<std::int32_t>(x); });
-  }
-  static I and_(const I& a, const I& b) {
-    return each<I>([&](int i) { return a.v[i] & b.v[i]; });
-  }
-  static I or_(const I& a, const I& b) {
-    return each<I>([&](int i) { return a.v[i] | b.v[i]; });
-  }
-  static I xor_(const I& a, const I& b) {
-    return each<I>([&](int i) { return a.v[i] ^ b.v[i]; });
-  }
-  static I sub_int(const I& a, const I& b) {
-    return each<I>([&](int i) { return a.v[i] - b.v[i]; });
-  }
-  static I mul_int(const I& a, const I& b) {
-    return each<I>([&](int i) { return static_cast<std::int32_t>(u(a.v[i]) * u(b.v[i])); });
-  }
-  template <int n> static I shr(const I& x) {
-    return each<I>([&](int i) { return static_cast<std::int32_t>(u(x.v[i]) >> n); });
-  }
-  template <int n> static I shl(const I& x) {
-    return each<I>([&](int i) { return static_cast<std::int32_t>(u(x.v[i]) << n); });
-  }
-  static I shift_right_signed(const I& x, int n) {
-    return each<I>([&](int i) { return x.v[i] >> n; });
-  }
+  static I bits(std::uint32_t x) { return (I)U{x, x, x, x}; }
+  static I and_(I a, I b) { return a & b; }
+  static I or_(I a, I b) { return a | b; }
+  static I xor_(I a, I b) { return a ^ b; }
+  static I sub_int(I a, I b) { return a - b; }
+  static I mul_int(I a, I b) { return (I)((U)a * (U)b); }
+  template <int n> static I shr(I x) { return (I)((U)x >> n); }
+  template <int n> static I shl(I x) { return (I)((U)x << n); }
+  static I shift_right_signed(I x, int n) { return x >> n; }
   // To nearest even for |x| < 2^22; anything for others.
-  static std::int32_t nearest(float x) {
-    const float shifted = x + 12582912.f;
-    std::int32_t bits;
-    __builtin_memcpy(&bits, &shifted, 4);
-    return static_cast<std::int32_t>(u(bits) - 0x4b400000u);
+  static I to_int(F x) { return (I)((U)(x + set(12582912.f)) - (U)bits(0x4b400000)); }
+  static F to_float(I x) { return __builtin_convertvector(x, F); }
+  static F power_of_2(I n) { return (F)shl<23>((I)((U)n + (U)bits(127))); }
+  // The exponent is moved by a product, which is exact for denormals too.
+  static F half(I x) {
+    const I magnitude = shl<13>(x & bits(0x7fff)), sign = shl<16>(x & bits(0x8000));
+    const F scaled = (F)magnitude * set(5.192296858534828e33f);  // 2^112
+    const I endless = magnitude | bits(0x7f800000);
+    const I value = magnitude >= bits(0x0f800000) ? endless : (I)scaled;
+    return (F)(value | sign);
   }
-  static I to_int(const F& x) {
-    return each<I>([&](int i) { return nearest(x.v[i]); });
-  }
-  static F to_float(const I& x) {
-    return each<F>([&](int i) { return static_cast<float>(x.v[i]); });
-  }
-  static F power_of_2(const I& n) {
-    return each<F>([&](int i) { return formats::from_bits(u(n.v[i] + 127) << 23); });
-  }
-  static F half(const I& x) {
-    return each<F>([&](int i) { return formats::half_to_float(u(x.v[i]) & 0xffff); });
-  }
-  static I lookup(const std::uint8_t* table, const I& x) {
-    return each<I>([&](int i) {
-      const std::uint32_t four = u(x.v[i]);
-      std::uint32_t out = 0;
-      for (int byte = 0; byte < 32; byte += 8) out |= u(table[four >> byte & 15]) << byte;
-      return static_cast<std::int32_t>(out);
-    });
+  static I lookup(const std::uint8_t* table, I x) {
+    std::uint8_t bytes[16];
+    __builtin_memcpy(bytes, &x, 16);
+    for (std::uint8_t& byte : bytes) byte = table[byte];
+    return read<I>(bytes);
   }
 
-  static std::uint32_t u(std::int32_t x) { return static_cast<std::uint32_t>(x); }
-  static std::uint32_t word(const std::uint8_t* p) {
-    std::uint32_t x;
-    __builtin_memcpy(&x, p, 4);
+  template <class T> static T read(const void* p) {
+    T x;
+    __builtin_memcpy(&x, p, sizeof x);
     return x;
   }
   static I load1(const std::uint8_t* p, std::int64_t stride) {
-    return each<I>([&](int i) { return static_cast<std::int32_t>(word(p + i * stride)); });
+    return I{read<std::int32_t>(p), read<std::int32_t>(p + stride),
+             read<std::int32_t>(p + 2 * stride), read<std::int32_t>(p + 3 * stride)};
   }
   static void load4(const std::uint8_t* p, std::int64_t stride, I* out) {
     for (int j = 0; j < 4; ++j) out[j] = load1(p + 4 * j, stride);
@@ -141,51 +84,70 @@ struct V {
 
   static Weights prepare(const I* w) {
     Weights out;
-    for (int k = 0; k < 32; ++k)
-      for (int i = 0; i < lanes; ++i)
-        out.w[k][i] = static_cast<std::int16_t>(u(w[k / 4].v[i]) >> (8 * (k % 4)) & 255);
+    for (int j = 0; j < 8; ++j) {
+      out.even[j] = w[j] & bits(0x00ff00ff);
+      out.odd[j] = shr<8>(w[j]) & bits(0x00ff00ff);
+    }
     return out;
+  }
+  // Both products of the pairs in w and x, added.
+  static I pair_products(I w, std::int32_t x) {
+#if defined(__SSE2__)  // which has no other product of integers
+    return (I)_mm_madd_epi16((__m128i)w, _mm_set1_epi32(x));
+#else
+    return (w & bits(0xffff)) * static_cast<std::int16_t>(x) + (w >> 16) * (x >> 16);
+#endif
   }
   // Exact: 32 * 255 * 32767 < 2^28.
   template <int from, int to>
-  static I dot(const Weights& weights, const std::uint8_t* x) {
-    std::int16_t a[32];
-    __builtin_memcpy(a, x, sizeof a);
-    I sums = bits(0);
-    for (int k = 4 * from; k < 4 * to; ++k)
-      for (int i = 0; i < lanes; ++i)
-        sums.v[i] += static_cast<std::int32_t>(weights.w[k][i]) * static_cast<std::int32_t>(a[k]);
-    return sums;
+  static I dot(const Weights& w, const std::uint8_t* x) {
+    I even = bits(0), odd = even;
+#pragma GCC unroll 8
+    for (int j = from; j < to; ++j) {
+      even += pair_products(w.even[j], read<std::int32_t>(x + 8 * j));
+      odd += pair_products(w.odd[j], read<std::int32_t>(x + 8 * j + 4));
+    }
+    return even + odd;
   }
 
   static F load_part(const std::uint8_t* p, std::int64_t n) {
-    return each<F>([&](int i) { return i < n ? formats::from_bits(word(p + 4 * i)) : 0.f; });
+    F x = zero();
+    __builtin_memcpy(&x, p, n >= lanes ? sizeof x : static_cast<std::size_t>(4 * n));
+    return x;
   }
-  static F half_part(const std::uint8_t* p, std::int64_t n) {
-    return each<F>([&](int i) { return i < n ? formats::half_at(p + 2 * i) : 0.f; });
+  static I load_shorts(const std::uint8_t* p, std::int64_t n) {
+    std::uint16_t s[lanes] = {};
+    __builtin_memcpy(s, p, n >= lanes ? sizeof s : static_cast<std::size_t>(2 * n));
+    return I{s[0], s[1], s[2], s[3]};
   }
+  static F half_part(const std::uint8_t* p, std::int64_t n) { return half(load_shorts(p, n)); }
   static F brain_part(const std::uint8_t* p, std::int64_t n) {
-    return each<F>(
-        [&](int i) { return i < n ? formats::from_bits(formats::u16_at(p + 2 * i) << 16) : 0.f; });
+    return (F)shl<16>(load_shorts(p, n));
   }
 
   // The largest magnitude of 32 values; compared as integers, so that a NaN is the largest.
   static float largest(const float* x) {
-    std::uint32_t most = 0;
-    for (int i = 0; i < 32; ++i) {
-      const std::uint32_t magnitude = word(reinterpret_cast<const std::uint8_t*>(x + i)) << 1 >> 1;
-      most = magnitude > most ? magnitude : most;
+    I most = bits(0);
+    for (int i = 0; i < 32; i += lanes) {
+      const I magnitude = read<I>(x + i) & bits(0x7fffffff);
+      most = most > magnitude ? most : magnitude;
     }
-    return formats::from_bits(most);
+    std::int32_t all = 0;
+    for (int i = 0; i < lanes; ++i) all = all > most[i] ? all : most[i];
+    return read<float>(&all);
   }
   static void store_integers(const float* x, float inverse, std::uint8_t* out, int* sums) {
     for (int half = 0; half < 2; ++half) {
-      sums[half] = 0;
-      for (int i = 16 * half; i < 16 * half + 16; ++i) {
-        const std::int16_t a = static_cast<std::int16_t>(nearest(x[i] * inverse));
-        __builtin_memcpy(out + 2 * i, &a, 2);
-        sums[half] += a;
+      I sum = bits(0);
+      for (int i = 16 * half; i < 16 * half + 16; i += lanes) {
+        const I a = to_int(load(x + i) * set(inverse));
+        sum += a;
+        const std::int16_t pairs[4] = {
+            static_cast<std::int16_t>(a[0]), static_cast<std::int16_t>(a[2]),
+            static_cast<std::int16_t>(a[1]), static_cast<std::int16_t>(a[3])};
+        __builtin_memcpy(out + 2 * i, pairs, sizeof pairs);
       }
+      sums[half] = sum[0] + sum[1] + sum[2] + sum[3];
     }
   }
 };

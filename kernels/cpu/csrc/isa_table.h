@@ -8,6 +8,9 @@
 #pragma once
 #include <cstdint>
 
+// Left to itself the compiler makes calls of what must stay in registers.
+#define VP_INLINE [[gnu::always_inline]]
+
 namespace voltapile {
 
 struct RowGroup {
