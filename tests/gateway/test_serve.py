@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from voltapile.gateway.cli.serve import api_keys
+from voltapile.gateway.cli.serve import api_keys, port
 from voltapile.topology.plan import Plan, to_json
 
 FAKE = Path(__file__).with_name("fake_worker.py")
@@ -265,6 +265,13 @@ def test_all_of_it_with_the_real_worker(start: Start, mini: Path) -> None:
     assert tokens[:40] == whole["tokens"]
     program.signal(signal.SIGINT)
     assert program.wait() == 0
+
+
+def test_a_port_is_a_port() -> None:
+    assert [port("0"), port("65535")] == [0, 65535]
+    for wrong in ("70000", "-1", "http"):
+        with pytest.raises(ValueError, match=wrong):
+            port(wrong)
 
 
 def test_api_keys(tmp_path: Path) -> None:
