@@ -6,6 +6,7 @@
 #include "matmul.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -16,13 +17,13 @@
 namespace voltapile {
 namespace {
 
-constexpr std::int64_t kCacheBytes = 384 << 10;     // of records that a thread works on at once
-constexpr std::int64_t kMaxChunk = 128;             // tokens; bounds the tiles in local memory
-constexpr std::int64_t kOwnRecords = 128;  // so few are cheaper computed twice than waited for
+constexpr std::int64_t kCacheBytes = 384 << 10;  // of records that a thread works on at once
+constexpr std::int64_t kMaxChunk = 128;          // tokens; bounds the tiles in local memory
+constexpr std::int64_t kOwnRecords = 128;        // so few are sooner computed twice than waited for
 
 std::int64_t round_up(std::int64_t n, std::int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// A matrix and its kernel, with x.
+// A matrix and its kernel.
 struct Factor {
   const Matrix* matrix;
   const FormatKernel* kernel;
@@ -126,6 +127,7 @@ class Multiplication {
     const std::int64_t blocks = cols_ / kBlock;
     const std::int64_t most =
         desk.free_bytes / kernel.panel_bytes / kernel.step_blocks * kernel.step_blocks;
+    assert(most > 0);
     for (std::int64_t b = 0; b < blocks; b += most) {
       const std::int64_t part = std::min(most, blocks - b);
       RowGroup from = rows;

@@ -3,7 +3,8 @@
 // The arithmetic: activations are rounded to 16-bit integers with one scale for every 32 values,
 // products and sums inside a block are exact integers, sums over blocks are float32 in an order
 // that depends on K and the instruction set alone: one row gives the same bits in any company.
-// Float formats multiply float32 activations.
+// Float formats multiply float32 activations. An activation that is not finite makes its row NaN
+// or infinite. Commands use Team::local (256 KiB do) and, unless the step is small, one barrier.
 #pragma once
 #include <cstdint>
 #include <memory>
