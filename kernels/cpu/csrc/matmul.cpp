@@ -159,7 +159,8 @@ class Linear : public Command {
          std::uint8_t* quantised)
       : multiplication_(x, tokens, products.at(0).weight->cols, quantised),
         products_(std::move(products)) {
-    for (const Product& product : products_) factors_.push_back(multiplication_.add(product.weight));
+    for (const Product& product : products_)
+      factors_.push_back(multiplication_.add(product.weight));
   }
 
   void run(Team& team) override {
