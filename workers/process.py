@@ -39,6 +39,7 @@ from voltapile.workers.protocol import (
     decode,
     encode,
 )
+from zmq.utils.monitor import parse_monitor_message
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +71,9 @@ class Worker:
         self.endpoint = endpoint or plan.endpoint or default_endpoint(plan.id)
         self.instance = secrets.randbits(63)
         self.parent = os.getppid()
-        self.is_greeted = self.is_ending = False
+        self.is_connected = self.is_greeted = self.is_ending = False
         self.step_id = -1
-        self.next_ready = self.next_stats = 0.0
+        self.next_ready = self.next_stats = self.connected_at = 0.0
 
     def run(self) -> int:
         """Live; returns the process's exit code. Only in a main thread, since it takes signals."""
@@ -93,6 +94,8 @@ class Worker:
             return 1
         finally:
             self.is_ending = True
+            self.socket.disable_monitor()
+            self.monitor.close()
             self.socket.close()
             context.term()
         return 0
@@ -101,9 +104,10 @@ class Worker:
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt_string(zmq.IDENTITY, self.name)
-        # Nothing is queued for a gateway that is not there: it would come in a burst, and late.
-        socket.immediate = True
         socket.linger = 0
+        self.monitor = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         socket.connect(self.endpoint)
         return socket
 
@@ -137,6 +141,7 @@ class Worker:
         """Tell how far loading is."""
         self._beat()
         self.board.publish(self.rank, "loading", stage, fraction)
+        self._lost_gateway()
         if time.monotonic() >= self.next_stats:
             self.next_stats = time.monotonic() + STATS_SECONDS
             self._say(Stats(name=self.name, values={"stage": stage, "fraction": fraction}))
@@ -144,24 +149,20 @@ class Worker:
     # --- loop -----------------------------------------------------------------------------
     def _serve(self, resources: contextlib.ExitStack) -> None:
         engine = self._load(resources)
-        self.connected_at = time.monotonic()
+        self.connected_at = time.monotonic()  # a patience that begins now
         self.board.publish(self.rank, "ready", "ready", 1.0)
         self.log = resources.enter_context(self.record.open("wb")) if self.record else None
-        monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        resources.callback(self.socket.disable_monitor)
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
+        poller.register(self.monitor, zmq.POLLIN)
         while True:
             events = dict(poller.poll(int(BEAT_SECONDS * 1000)))
             self._beat()
-            if monitor in events:
-                monitor.recv_multipart()
+            if self._lost_gateway() and self.is_greeted:
                 self._start_anew(engine)
             elif self.socket in events:
                 self._handle(engine, self.socket.recv_multipart())
             elif not self.is_greeted and time.monotonic() >= self.next_ready:
-                self.next_ready = time.monotonic() + READY_SECONDS
                 self._offer()
 
     def _handle(self, engine: Engine, frames: list[bytes]) -> None:
@@ -182,37 +183,52 @@ class Worker:
             case _:
                 raise ValueError(f"a worker does not understand {type(message).__name__}")
 
+    def _lost_gateway(self) -> bool:
+        """Follow the connection; True if one has ended."""
+        was_lost = False
+        while self.monitor.poll(0):
+            event = parse_monitor_message(self.monitor.recv_multipart())["event"]
+            self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.connected_at, self.next_ready = time.monotonic(), 0.0
+            was_lost |= not self.is_connected
+        return was_lost
+
     def _start_anew(self, engine: Engine) -> None:
-        """The gateway is gone. Its last Steps are nobody's; the next gateway finds empty slots."""
+        """The gateway is gone: the next one finds empty slots.
+
+        No Ready has gone out since it greeted us, so whatever is still to be read is its own: Steps
+        that nobody waits for, or its last word.
+        """
         log.info("%s has lost its gateway", self.name)
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self.socket.recv_multipart(zmq.NOBLOCK)
+        while self.socket.poll(0):
+            message = decode(self.socket.recv_multipart())
+            if isinstance(message, Stop):
+                raise StoppedError(message.reason or "the gateway asked")
         engine.forget()
         self.is_greeted = False
 
     def _offer(self) -> None:
         """Tell whatever gateway is there that this worker is ready."""
-        ready = Ready(
-            name=self.name,
-            plan=self.plan.id,
-            pages=[group.pages for group in self.plan.caches],
-            slots=self.plan.slots,
-            instance=self.instance,
+        self.next_ready = time.monotonic() + READY_SECONDS
+        self._say(
+            Ready(
+                name=self.name,
+                plan=self.plan.id,
+                pages=[group.pages for group in self.plan.caches],
+                slots=self.plan.slots,
+                instance=self.instance,
+            )
         )
-        if self._say(ready):
-            self.connected_at = time.monotonic()
-        elif self.is_spawned and time.monotonic() - self.connected_at > ORPHAN_SECONDS:
+        silence = time.monotonic() - self.connected_at
+        if self.is_spawned and not self.is_connected and silence > ORPHAN_SECONDS:
             # A gateway that died before we watched its process leaves no other trace.
             raise StoppedError("no gateway is there")
 
-    def _say(self, message: Message) -> bool:
-        """Send; False, and the message is lost, if no gateway is there."""
-        try:
-            self.socket.send_multipart(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+    def _say(self, message: Message) -> None:
+        """Send, if a gateway is there: what is queued for the next one would come late."""
+        if self.is_connected:
+            with contextlib.suppress(zmq.Again):  # a gateway that has not read a thousand messages
+                self.socket.send_multipart(encode(message), zmq.NOBLOCK)
 
     # --- signs of life and of death -------------------------------------------------------
     def _beat(self) -> None:

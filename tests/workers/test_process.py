@@ -251,6 +251,22 @@ def test_ends_with_its_parent(gateway: Gateway, tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_the_last_word_counts(gateway: Gateway) -> None:
+    """A gateway that says Stop and closes at once is obeyed, also by a worker that computes."""
+    process = gateway.spawn(command=("voltapile.gateway.cli.main", "worker"))
+    gateway.receive(Ready)
+    gateway.generate(2)
+    tokens = np.arange(30, 230, dtype=np.int32)
+    row = Row(slot=0, tokens=tokens, pages=[[1, 2, 3, 4]], sampling=Sampling())
+    gateway.socket.linger = 1000
+    for i in range(20):
+        gateway.send(Step(id=10 + i, rows=[row], release=[0]))
+    gateway.send(Stop(reason="the gateway ends"))
+    gateway.socket.close()
+    gateway.socket = gateway.context.socket(zmq.ROUTER)
+    assert process.wait(DEADLINE) == 0
+
+
 @pytest.mark.slow
 def test_ends_without_any_gateway(gateway: Gateway) -> None:
     """It was killed before the worker could watch it."""
