@@ -144,11 +144,18 @@ class Ops(Protocol):
         """
 
     # --- models ---------------------------------------------------------------------------
-    def embed(self, table: Weight, tokens: Array) -> Array:
-        """float32 [T, D]: rows of table."""
+    def embed(self, table: Weight, tokens: Array, scale: float = 1.0) -> Array:
+        """float32 [T, D]: rows of table, times scale."""
 
-    def rms_norm(self, x: Array, weight: Weight, eps: float) -> Array:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis; weight is a vector."""
+    def rms_norm(
+        self, x: Array, weight: Weight, eps: float, add_to: Array | None = None
+    ) -> Array:
+        """x / sqrt(mean(x^2) + eps) * weight, where weight is a vector: over the last axis, or over
+        each run of weight's length in it (the heads of a q). add_to, of x's shape: accumulate
+        there (+=) and return it instead of a new array."""
+
+    def softcap_(self, x: Array, cap: float) -> Array:
+        """x = cap * tanh(x / cap)."""
 
     def linear(
         self, x: Array, weight: Weight, bias: Weight | None = None, add_to: Array | None = None

@@ -176,16 +176,24 @@ class CpuOps:
         self._engine.sample(logits, batch, state, out)
 
     # --- models ---------------------------------------------------------------------------
-    def embed(self, table: Weight, tokens: np.ndarray) -> np.ndarray:
+    def embed(self, table: Weight, tokens: np.ndarray, scale: float = 1.0) -> np.ndarray:
         out = self._scratch.array((len(tokens), table.shape[1]))
-        self._engine.embed(_matrix(table), tokens, out)
+        self._engine.embed(_matrix(table), tokens, out, scale)
         return out
 
-    def rms_norm(self, x: np.ndarray, weight: Weight, eps: float) -> np.ndarray:
-        assert x.shape[-1] == weight.shape[0], (x.shape, weight.shape)
-        out = self._scratch.array(x.shape)
-        self._engine.rms_norm(x, _vector(weight), out, eps)
+    def rms_norm(
+        self, x: np.ndarray, weight: Weight, eps: float, add_to: np.ndarray | None = None
+    ) -> np.ndarray:
+        assert x.shape[-1] % weight.shape[0] == 0, (x.shape, weight.shape)
+        assert add_to is None or add_to.shape == x.shape, (add_to.shape, x.shape)
+        out = self._scratch.array(x.shape) if add_to is None else add_to
+        self._engine.rms_norm(x, _vector(weight), out, eps, add_to is not None)
         return out
+
+    def softcap_(self, x: np.ndarray, cap: float) -> np.ndarray:
+        assert cap > 0, cap
+        self._engine.softcap(x, cap)
+        return x
 
     def linear(
         self,

@@ -107,15 +107,29 @@ class ReferenceOps:
         sample(logits, batch, state, out)
 
     # --- models ---------------------------------------------------------------------------
-    def embed(self, table: Weight, tokens: np.ndarray) -> Array:
+    def embed(self, table: Weight, tokens: np.ndarray, scale: float = 1.0) -> Array:
         table = _own(table)
-        if table.dense is not None:
-            return table.dense[tokens]
-        return dequantize(table.data[tokens], table.type_name)
+        rows = (
+            dequantize(table.data[tokens], table.type_name)
+            if table.dense is None
+            else table.dense[tokens]
+        )
+        return rows * np.float32(scale)
 
-    def rms_norm(self, x: np.ndarray, weight: Weight, eps: float) -> Array:
-        mean = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean + np.float32(eps)) * self.dense(weight)
+    def rms_norm(
+        self, x: np.ndarray, weight: Weight, eps: float, add_to: np.ndarray | None = None
+    ) -> Array:
+        runs = x.reshape(-1, weight.shape[0])
+        mean = np.mean(runs * runs, axis=-1, keepdims=True)
+        y = (runs / np.sqrt(mean + np.float32(eps)) * self.dense(weight)).reshape(x.shape)
+        if add_to is None:
+            return y
+        add_to += y
+        return add_to
+
+    def softcap_(self, x: np.ndarray, cap: float) -> Array:
+        x[...] = np.float32(cap) * np.tanh(x / np.float32(cap))
+        return x
 
     def linear(
         self,

@@ -57,6 +57,19 @@ void gather(const GatherArgs& args, Team& team) {
   }
 }
 
+struct SoftcapArgs {
+  float* x;
+  std::int64_t count;
+  float cap;
+};
+
+void softcap(const SoftcapArgs& args, Team& team) {
+  const auto [begin, end] = team.share(args.count);
+  for (std::int64_t i = begin; i < end; ++i) {
+    args.x[i] = args.cap * std::tanh(args.x[i] / args.cap);
+  }
+}
+
 struct RopeAngles final : Command {
   void run(Team& team) override {
     const auto [begin, end] = team.share(tokens);
@@ -133,6 +146,10 @@ std::unique_ptr<Command> make_rope_angles(const std::int32_t* positions, std::in
 std::unique_ptr<Command> make_gather(const float* x, std::int64_t rows, const std::int32_t* index,
                                      std::int64_t count, std::int64_t cols, float* out) {
   return make_call(gather, GatherArgs{x, index, out, rows, count, cols});
+}
+
+std::unique_ptr<Command> make_softcap(float* x, std::int64_t count, float cap) {
+  return make_call(softcap, SoftcapArgs{x, count, cap});
 }
 
 std::unique_ptr<Command> make_store_kv(const StoreKvArgs& args) {

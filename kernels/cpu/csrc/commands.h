@@ -43,6 +43,8 @@ std::unique_ptr<Command> make_rope_angles(const std::int32_t* positions, std::in
 // zero.
 std::unique_ptr<Command> make_gather(const float* x, std::int64_t rows, const std::int32_t* index,
                                      std::int64_t count, std::int64_t cols, float* out);
+// x = cap * tanh(x / cap), in place.
+std::unique_ptr<Command> make_softcap(float* x, std::int64_t count, float cap);
 std::unique_ptr<Command> make_store_kv(const StoreKvArgs& args);
 // Fills in groups and rows of args; throws std::invalid_argument if head_map names a kv head that
 // the cache does not have, or a row does not fit in local_bytes.

@@ -28,8 +28,14 @@ inline void rms_norm(const RmsNormArgs& args, Team& team) {
     const float scale = 1.0f / __builtin_sqrtf(mean + args.eps);
     const Vec scales = splat(scale);
     std::int64_t i = 0;
-    for (; i + W <= n; i += W) store(out + i, load(x + i) * scales * load(args.weight + i));
-    for (; i < n; ++i) out[i] = x[i] * scale * args.weight[i];
+    for (; i + W <= n; i += W) {
+      const Vec y = load(x + i) * scales * load(args.weight + i);
+      store(out + i, args.accumulate ? load(out + i) + y : y);
+    }
+    for (; i < n; ++i) {
+      const float y = x[i] * scale * args.weight[i];
+      out[i] = args.accumulate ? out[i] + y : y;
+    }
   }
 }
 

@@ -15,6 +15,7 @@ struct RmsNormArgs {
   float* out;
   std::int64_t rows, cols;
   float eps;
+  bool accumulate;  // out += instead of out =
 };
 
 struct RopeArgs {

@@ -257,9 +257,10 @@ class Glu : public Command {
 
 class Embed : public Command {
  public:
-  Embed(const Matrix* table, const std::int32_t* tokens, std::int64_t num_tokens, float* out)
+  Embed(const Matrix* table, const std::int32_t* tokens, std::int64_t num_tokens, float scale,
+        float* out)
       : table_(table), format_(find_format(table->type)), tokens_(tokens),
-        num_tokens_(num_tokens), out_(out) {
+        num_tokens_(num_tokens), scale_(scale), out_(out) {
     if (!format_ || table->cols % format_->length != 0)
       throw std::invalid_argument("no embedding from tensor type " + std::to_string(table->type));
   }
@@ -270,11 +271,12 @@ class Embed : public Command {
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t token = tokens_[i / blocks];
       float* out = out_ + i * format_->length;
-      if (token < 0 || token >= table_->rows)
+      if (token < 0 || token >= table_->rows) {
         std::fill(out, out + format_->length, 0.f);
-      else
-        format_->unpack(table_->data + token * table_->row_bytes + i % blocks * format_->bytes,
-                        out);
+        continue;
+      }
+      format_->unpack(table_->data + token * table_->row_bytes + i % blocks * format_->bytes, out);
+      for (std::int64_t d = 0; d < format_->length; ++d) out[d] *= scale_;
     }
   }
 
@@ -283,6 +285,7 @@ class Embed : public Command {
   const FormatRow* format_;
   const std::int32_t* tokens_;
   std::int64_t num_tokens_;
+  float scale_;
   float* out_;
 };
 
@@ -305,8 +308,8 @@ std::unique_ptr<Command> make_glu(const float* x, std::int64_t tokens, const Mat
 }
 
 std::unique_ptr<Command> make_embed(const Matrix* table, const std::int32_t* tokens,
-                                    std::int64_t num_tokens, float* out) {
-  return std::make_unique<Embed>(table, tokens, num_tokens, out);
+                                    std::int64_t num_tokens, float scale, float* out) {
+  return std::make_unique<Embed>(table, tokens, num_tokens, scale, out);
 }
 
 }  // namespace voltapile

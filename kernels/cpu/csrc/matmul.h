@@ -46,9 +46,9 @@ std::unique_ptr<Command> make_glu(const float* x, std::int64_t tokens, const Mat
                                   const Matrix* up, const float* gate_bias, const float* up_bias,
                                   Activation activation, float* out, std::uint8_t* quantised);
 
-// out [tokens, D] = rows of table.
+// out [tokens, D] = rows of table, times scale.
 std::unique_ptr<Command> make_embed(const Matrix* table, const std::int32_t* tokens,
-                                    std::int64_t num_tokens, float* out);
+                                    std::int64_t num_tokens, float scale, float* out);
 
 // Scalar unpack of n values (whole blocks) from data, the truth of kernels/formats; false if the
 // type is unknown.

@@ -214,11 +214,15 @@ void sample(Engine& engine, Floats logits, nb::handle batch, nb::handle state, n
   engine.submit(make_sample(logits.data(), vocab, b.view(), s.view(), o.view()), logits, b, s, o);
 }
 
-void rms_norm(Engine& engine, Floats x, Floats weight, FloatsOut out, float eps) {
-  const std::int64_t cols = length(weight);
+void rms_norm(Engine& engine, Floats x, Floats weight, FloatsOut out, float eps, bool accumulate) {
+  const std::int64_t cols = length(weight), rows = length(x) / cols;
   engine.submit(
-      make_rms_norm({x.data(), weight.data(), out.data(), length(x) / cols, cols, eps}), x, weight,
+      make_rms_norm({x.data(), weight.data(), out.data(), rows, cols, eps, accumulate}), x, weight,
       out);
+}
+
+void softcap(Engine& engine, FloatsOut x, float cap) {
+  engine.submit(make_softcap(x.data(), static_cast<std::int64_t>(x.size()), cap), x);
 }
 
 void rope_angles(Engine& engine, Ints positions, Floats inv_freq, FloatsOut out, float scale) {
@@ -268,9 +272,10 @@ void gather(Engine& engine, Floats x, std::optional<Ints> index, FloatsOut out,
   engine.submit(make_gather(x.data(), rows, picked, count, cols, out.data()), x, index, out);
 }
 
-void embed(Engine& engine, nb::object table, Ints tokens, FloatsOut out) {
+void embed(Engine& engine, nb::object table, Ints tokens, FloatsOut out, float scale) {
   const std::int64_t count = static_cast<std::int64_t>(tokens.size());
-  engine.submit(make_embed(matrix_of(table), tokens.data(), count, out.data()), table, tokens, out);
+  engine.submit(make_embed(matrix_of(table), tokens.data(), count, scale, out.data()), table,
+                tokens, out);
 }
 
 // outs[i] (+)= x . matrices[i]^T + biases[i]; the lists have one length.
@@ -335,7 +340,9 @@ NB_MODULE(_cpu, m) {
       .def("replay", &Engine::replay, "recording"_a)
       .def("begin", begin, "batch"_a, "state"_a)
       .def("sample", sample, same("logits"), "batch"_a, "state"_a, "out"_a)
-      .def("rms_norm", rms_norm, same("x"), same("weight"), same("out"), "eps"_a)
+      .def("rms_norm", rms_norm, same("x"), same("weight"), same("out"), "eps"_a,
+           "accumulate"_a)
+      .def("softcap", softcap, same("x"), "cap"_a)
       .def("rope_angles", rope_angles, same("positions"), same("inv_freq"), same("out"), "scale"_a)
       .def("rope", rope, same("x"), same("angles"), "head_dim"_a, "neox"_a)
       .def("store_kv", store_kv, "cache"_a, same("k"), same("v"), same("slots"),
@@ -343,7 +350,7 @@ NB_MODULE(_cpu, m) {
       .def("attention", attention, same("q"), same("out"), "cache"_a, same("slots"),
            same("positions"), same("table"), "head_map"_a, "scale"_a, "window"_a, "softcap"_a)
       .def("gather", gather, same("x"), maybe("index"), same("out"), "cols"_a)
-      .def("embed", embed, "table"_a, same("tokens"), same("out"))
+      .def("embed", embed, "table"_a, same("tokens"), same("out"), "scale"_a)
       .def("linears", linears, same("x"), "tokens"_a, "matrices"_a, same("biases"), same("outs"),
            "accumulate"_a, same("quantised"))
       .def("glu", glu, same("x"), "tokens"_a, "gate"_a, "up"_a, maybe("gate_bias"),
