@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from aiohttp import web
 from voltapile.gateway.api.errors import json_response
 from voltapile.gateway.api.generate import Delta, Generation, Outcome, merged, usage
-from voltapile.gateway.api.schema import Options
+from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.services import Services
 from voltapile.gateway.api.sse import EventStream
 
@@ -70,7 +70,6 @@ async def _streamed(
     options: Options,
 ) -> web.StreamResponse:
     head = _envelope(services, shape.id_prefix, shape.chunk_object)
-    last = {"usage": None} if options.include_usage else {}
     events = EventStream(
         request,
         keepalive_seconds=services.keepalive_seconds,
@@ -80,7 +79,10 @@ async def _streamed(
         async for delta in deltas:
             choices = shape.events(delta)
             _with_tokens(choices[0], delta.tokens, options)
-            payloads = [head | {"choices": [choice]} | last for choice in choices]
+            payloads = [head | {"choices": [choice]} for choice in choices]
+            if options.continuous_usage or options.include_usage:
+                counts = usage(generations) if options.continuous_usage else None
+                payloads = [payload | {"usage": counts} for payload in payloads]
             if delta.finish:
                 payloads[-1]["timings"] = generations[delta.index].timings()
             await events.send(*payloads)

@@ -6,7 +6,8 @@ from typing import Any
 
 from aiohttp import web
 from voltapile.gateway.api.answer import answer
-from voltapile.gateway.api.generate import Delta, Generation, Outcome
+from voltapile.gateway.api.generate import Delta, Outcome, started
+from voltapile.gateway.api.logprobs import chat_logprobs
 from voltapile.gateway.api.prompt import chat_prompt
 from voltapile.gateway.api.schema import chat_request
 from voltapile.gateway.api.services import SERVICES, off_loop, read_body
@@ -19,16 +20,19 @@ class ChatShape:
 
     def choice(self, outcome: Outcome) -> dict[str, Any]:
         message = {"role": "assistant", "content": outcome.text}
-        return {"index": outcome.index, "message": message, "finish_reason": outcome.finish}
+        choice = {"index": outcome.index, "message": message, "finish_reason": outcome.finish}
+        return choice if outcome.logprobs is None else choice | chat_logprobs(outcome.logprobs)
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
         """The role comes with the first token, so that the first event is the first token's."""
         contents: list[dict[str, str]] = []
         if delta.is_first:
             contents.append({"role": "assistant", "content": delta.text})
-        elif delta.text or not delta.finish:
+        elif delta.text or delta.logprobs or not delta.finish:
             contents.append({"content": delta.text})
         events = [_event(delta.index, content, None) for content in contents]
+        if delta.logprobs:
+            events[0] |= chat_logprobs(delta.logprobs)
         return [*events, _event(delta.index, {}, delta.finish)] if delta.finish else events
 
 
@@ -39,7 +43,7 @@ def _event(index: int, delta: dict[str, str], finish: str | None) -> dict[str, A
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_body(request)
-    chat = await off_loop(len(body), chat_request, body)
+    chat = await off_loop(len(body), chat_request, body, services.tokenizer.vocab_size)
     prompt = await chat_prompt(services, chat)
-    generation = Generation(services, prompt, chat.options)
-    return await answer(request, services, ChatShape(), [generation], chat.options)
+    generations = started(services, [prompt], chat.options)
+    return await answer(request, services, ChatShape(), generations, chat.options)

@@ -6,9 +6,10 @@ from typing import Any
 
 from aiohttp import web
 from voltapile.gateway.api.answer import answer
-from voltapile.gateway.api.generate import Delta, Generation, Outcome
+from voltapile.gateway.api.generate import Delta, Outcome, started
+from voltapile.gateway.api.logprobs import completion_logprobs
 from voltapile.gateway.api.prompt import completion_prompts
-from voltapile.gateway.api.schema import CompletionRequest, completion_request
+from voltapile.gateway.api.schema import completion_request
 from voltapile.gateway.api.services import SERVICES, Services, off_loop, read_body
 
 
@@ -18,11 +19,18 @@ class CompletionShape:
     chunk_object = "text_completion"
 
     def choice(self, outcome: Outcome) -> dict[str, Any]:
-        return {"index": outcome.index, "text": outcome.text, "finish_reason": outcome.finish}
+        choice = _choice(outcome.index, outcome.text, outcome.finish)
+        return (
+            choice if outcome.logprobs is None else choice | completion_logprobs(outcome.logprobs)
+        )
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
-        finish = delta.finish or None
-        return [{"index": delta.index, "text": delta.text, "finish_reason": finish}]
+        choice = _choice(delta.index, delta.text, delta.finish or None)
+        return [choice | completion_logprobs(delta.logprobs) if delta.logprobs else choice]
+
+
+def _choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "finish_reason": finish}
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -30,24 +38,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request)
     asked = await off_loop(len(body), completion_request, body, services.tokenizer.vocab_size)
     prompts = await completion_prompts(services, asked)
-    generations = _start(services, asked, prompts)
+    echoes = [_echo(services, prompt) for prompt in asked.prompts] if asked.echo else None
+    generations = started(services, prompts, asked.options, echoes)
     return await answer(request, services, CompletionShape(), generations, asked.options)
-
-
-def _start(
-    services: Services, asked: CompletionRequest, prompts: list[list[int]]
-) -> list[Generation]:
-    """One generation a prompt; none at all if the engine does not take every one."""
-    generations: list[Generation] = []
-    try:
-        for i, prompt in enumerate(prompts):
-            prefix = _echo(services, asked.prompts[i]) if asked.echo else ""
-            generations.append(Generation(services, prompt, asked.options, i, prefix))
-    except Exception:
-        for generation in generations:
-            generation.close()
-        raise
-    return generations
 
 
 def _echo(services: Services, prompt: str | list[int]) -> str:

@@ -1,24 +1,23 @@
-"""Generation: one request's text as it comes out of the engine.
+"""Generation: one choice as it comes out of the engine.
 
-Turns chunks of token ids into deltas of text (detokenised, cut at stop strings) and keeps the
-counts for usage and timings. It does not know which endpoint asked, nor how a delta is sent.
+Turns chunks of token ids into deltas of text and keeps the counts for usage and timings. It does
+not know which endpoint asked, nor how a delta is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from voltapile.gateway.api.errors import engine_error, unavailable
-from voltapile.gateway.api.schema import Options
+from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.services import Services
-from voltapile.gateway.detokenizer import Detokenizer
+from voltapile.gateway.api.transcript import TokenLogprob, Transcript
 from voltapile.gateway.engine import Chunk
-from voltapile.gateway.stop_strings import StopStrings
-from voltapile.workers.protocol import Sampling
+from voltapile.workers.protocol import Sampling, Want
 
 QUEUED_DELTAS = 64  # of several generations in one stream, before the engine's own merging sets in
 
@@ -32,22 +31,25 @@ class Delta:
     tokens: list[int]
     finish: str
     is_first: bool
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One choice, whole."""
+    """One choice, whole. logprobs: None where they were not wanted."""
 
     index: int
     text: str
     tokens: list[int]
     finish: str
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Generation:
     """An asynchronous iterator of Delta. close() it always: that frees what the engine holds.
 
-    prefix: text shown before the first token (echo).
+    index: of the choice; `options.n` of them in a row have the same prompt. prefix: text shown
+    before the first token (echo).
     """
 
     def __init__(
@@ -64,11 +66,15 @@ class Generation:
         self.finish = ""
         self._services = services
         self._prefix = prefix
-        self._detokenizer = Detokenizer(services.tokenizer)
-        self._stops = StopStrings(options.stop) if options.stop else None
+        self._transcript = Transcript(services.tokenizer, options)
+        self._wants_logprobs = options.logprobs >= 0
         self._begun = self._interrupted = False
         self._start = self._first = self._last = time.monotonic()
-        self._stream = services.engine.submit(prompt, _sampling(services, prompt, options))
+        repeat = index % options.n
+        self.has_new_prompt = repeat == 0
+        want = Want(logprobs=options.logprobs) if self._wants_logprobs else None
+        sampling = _sampling(services, prompt, options, repeat)
+        self._stream = services.engine.submit(prompt, sampling, want)
         services.live.add(self)
 
     def __aiter__(self) -> Generation:
@@ -85,10 +91,13 @@ class Generation:
         """Everything at once."""
         texts: list[str] = []
         tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
         async for delta in self:
             texts.append(delta.text)
             tokens += delta.tokens
-        return Outcome(self.index, "".join(texts), tokens, self.finish)
+            logprobs += delta.logprobs
+        wanted = logprobs if self._wants_logprobs else None
+        return Outcome(self.index, "".join(texts), tokens, self.finish, wanted)
 
     def interrupt(self) -> None:
         """The server stops: whoever reads gets an error instead of silence."""
@@ -134,17 +143,13 @@ class Generation:
 
     def _take(self, chunk: Chunk) -> Delta:
         is_first = self._clock()
-        text, tokens, stopped = self._text(chunk)
-        self.completion_tokens += len(tokens)
-        if stopped:
-            self.finish = "stop"
+        piece = self._transcript.push(chunk)
+        self.completion_tokens += len(piece.tokens)
+        self.finish = "stop" if piece.stopped else chunk.finish
+        if piece.stopped:
             self._stream.cancel()
-        elif chunk.finish:
-            self.finish = chunk.finish
-            text += self._rest()
-        if is_first:
-            text = self._prefix + text
-        return Delta(self.index, text, tokens, self.finish, is_first)
+        text = self._prefix + piece.text if is_first else piece.text
+        return Delta(self.index, text, piece.tokens, self.finish, is_first, piece.logprobs)
 
     def _clock(self) -> bool:
         """Notes the time; True for the first chunk."""
@@ -156,30 +161,25 @@ class Generation:
         self._services.metrics.first_token(self._first - self._start)
         return True
 
-    def _text(self, chunk: Chunk) -> tuple[str, list[int], bool]:
-        """Text to show, the tokens that count, and whether a stop string ended it.
 
-        With stop strings token by token, so that drafted tokens after the string do not count.
-        """
-        tokens = chunk.tokens
-        shown = tokens[:-1] if chunk.finish == "stop" else tokens  # the stop id has no text
-        if self._stops is None:
-            return self._detokenizer.push(shown), tokens, False
-        text = ""
-        for n, token in enumerate(shown, 1):
-            more, stopped = self._stops.push(self._detokenizer.push([token]))
-            text += more
-            if stopped:
-                return text, tokens[:n], True
-        return text, tokens, False
-
-    def _rest(self) -> str:
-        """What was held back for more bytes or as a possible start of a stop string."""
-        text = self._detokenizer.flush()
-        if self._stops is None:
-            return text
-        more, stopped = self._stops.push(text)
-        return more if stopped else more + self._stops.flush()
+def started(
+    services: Services,
+    prompts: list[list[int]],
+    options: Options,
+    prefixes: Sequence[str] | None = None,
+) -> list[Generation]:
+    """n generations a prompt, all at once; none at all if the engine does not take every one."""
+    generations: list[Generation] = []
+    try:
+        for i, prompt in enumerate(prompts):
+            prefix = prefixes[i] if prefixes else ""
+            for index in range(i * options.n, (i + 1) * options.n):
+                generations.append(Generation(services, prompt, options, index, prefix))
+    except Exception:
+        for generation in generations:
+            generation.close()
+        raise
+    return generations
 
 
 async def merged(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
@@ -211,8 +211,10 @@ async def _pump(generation: Generation, queue: asyncio.Queue[Delta | Exception])
         await queue.put(error)
 
 
-def usage(generations: list[Generation]) -> dict[str, int]:
-    prompt = sum(generation.prompt_tokens for generation in generations)
+def usage(generations: list[Generation]) -> dict[str, Any]:
+    """A prompt of several choices counts once."""
+    asked = [generation for generation in generations if generation.has_new_prompt]
+    prompt = sum(generation.prompt_tokens for generation in asked)
     completion = sum(generation.completion_tokens for generation in generations)
     return {
         "prompt_tokens": prompt,
@@ -221,7 +223,8 @@ def usage(generations: list[Generation]) -> dict[str, int]:
     }
 
 
-def _sampling(services: Services, prompt: list[int], options: Options) -> Sampling:
+def _sampling(services: Services, prompt: list[int], options: Options, repeat: int) -> Sampling:
+    """repeat: which of the n choices of its prompt this is."""
     room = services.plan.context - len(prompt)
     tokens = room if options.max_tokens is None else min(options.max_tokens, room)
     return Sampling(
@@ -229,7 +232,13 @@ def _sampling(services: Services, prompt: list[int], options: Options) -> Sampli
         top_k=options.top_k,
         top_p=options.top_p,
         min_p=options.min_p,
-        seed=options.seed,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        penalty_window=options.penalty_window,
+        prompt_tokens=len(prompt),
+        logit_bias=options.logit_bias,
+        seed=(options.seed + repeat) % 2**64,
         stop_ids=[] if options.ignore_eos else sorted(services.tokenizer.eog_ids),
         max_position=len(prompt) + tokens,
     )

@@ -1,84 +1,29 @@
-"""What clients may send: JSON bodies into ChatRequest, CompletionRequest and their Options.
+"""What clients may send: JSON bodies into ChatRequest and CompletionRequest.
 
-Every rule that needs only the body is here; what needs the vocabulary, the template or the context
-is checked in prompt.py. Defaults are OpenAI's. A parameter that would change the answer and is not
-supported is refused, never ignored; unknown keys are ignored, since clients send extras.
+Every rule about messages and prompts that needs only the body is here, and options.py has the rest;
+what needs the tokenizer, the template or the context is checked in prompt.py.
 """
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from voltapile.gateway.api.errors import bad_request
 from voltapile.gateway.api.fields import Fields, kind
+from voltapile.gateway.api.options import (
+    UNLIMITED,
+    Options,
+    chat_logprobs,
+    completion_logprobs,
+    read_options,
+)
 
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 1000  # characters; every token is compared with all of them
 MAX_PROMPTS = 256
 COMPLETION_TOKENS = (
     16  # OpenAI's default for /v1/completions; a chat may go on to the context's end
 )
-UNLIMITED = -1
 RESERVED = {"self", "messages", "tools", "add_generation_prompt"}  # the template's own arguments
-
-# name -> values that change nothing, beside null. Anything else is refused.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "logit_bias": ({}, []),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "repeat_penalty": (1,),
-    "typical_p": (1,),
-    "mirostat": (0,),
-    "dynatemp_range": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "top_n_sigma": (-1, 0),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "grammar": ("",),
-    "json_schema": ({},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How to generate and how to answer. max_tokens None: until the context's end."""
-
-    max_tokens: int | None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    stop: list[str] = field(default_factory=list)
-    ignore_eos: bool = False
-    return_tokens: bool = False
-    stream: bool = False
-    include_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,29 +42,42 @@ class CompletionRequest:
     body_bytes: int
 
 
-def chat_request(body: bytes) -> ChatRequest:
+def chat_request(body: bytes, vocab_size: int) -> ChatRequest:
     fields = Fields.parse(body)
-    _refuse_unsupported(fields)
+    options = read_options(
+        fields,
+        default_tokens=UNLIMITED,
+        logprobs=chat_logprobs(fields),
+        vocab_size=vocab_size,
+    )
     messages = fields.list("messages")
     if not messages:
         raise bad_request("'messages' must not be empty", "messages")
     return ChatRequest(
         messages=[_message(message, i) for i, message in enumerate(messages)],
         template_kwargs=_template_kwargs(fields),
-        options=_options(fields, default_tokens=UNLIMITED),
+        options=options,
         body_bytes=len(body),
     )
 
 
 def completion_request(body: bytes, vocab_size: int) -> CompletionRequest:
     fields = Fields.parse(body)
-    _refuse_unsupported(fields)
-    return CompletionRequest(
-        prompts=_prompts(fields.values.get("prompt"), vocab_size),
-        echo=fields.flag("echo"),
-        options=_options(fields, default_tokens=COMPLETION_TOKENS),
-        body_bytes=len(body),
+    options = read_options(
+        fields,
+        default_tokens=COMPLETION_TOKENS,
+        logprobs=completion_logprobs(fields),
+        vocab_size=vocab_size,
     )
+    prompts = _prompts(fields.values.get("prompt"), vocab_size)
+    if len(prompts) * options.n > MAX_PROMPTS:
+        message = f"{len(prompts)} prompts, {options.n} times each; at most {MAX_PROMPTS} at once"
+        raise bad_request(message, "n", "out_of_range")
+    echo = fields.flag("echo")
+    if echo and options.logprobs >= 0:
+        message = "'echo' with 'logprobs' is not supported yet"
+        raise bad_request(message, "echo", "unsupported_parameter")
+    return CompletionRequest(prompts=prompts, echo=echo, options=options, body_bytes=len(body))
 
 
 def token_ids(value: list[Any], param: str, vocab_size: int) -> list[int]:
@@ -132,80 +90,6 @@ def token_ids(value: list[Any], param: str, vocab_size: int) -> list[int]:
             message = f"'{param}[{i}]' is {token}, but token ids go from 0 to {vocab_size - 1}"
             raise bad_request(message, f"{param}[{i}]", "invalid_token")
     return value
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    fields.text("model")  # any name will do, but it is a name
-    for name, neutral in UNSUPPORTED.items():
-        value = fields.values.get(name)
-        if value is None or any(_same(value, other) for other in neutral):
-            continue
-        what = "only n = 1 is supported now" if name == "n" else f"'{name}' is not supported yet"
-        raise bad_request(what, name, "unsupported_parameter")
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Equality in which true is not 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-
-
-def _options(fields: Fields, *, default_tokens: int) -> Options:
-    stream = fields.flag("stream")
-    stream_options = fields.object("stream_options")
-    return Options(
-        max_tokens=_max_tokens(fields, default_tokens),
-        temperature=fields.number("temperature", 1.0, 0.0, 100.0),
-        top_p=fields.number("top_p", 1.0, 0.0, 1.0, above_low=True),
-        top_k=_top_k(fields),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        seed=_seed(fields),
-        stop=_stops(fields.values.get("stop")),
-        ignore_eos=fields.flag("ignore_eos"),
-        return_tokens=fields.flag("return_tokens"),
-        stream=stream,
-        include_usage=stream_options.flag("include_usage"),
-    )
-
-
-def _max_tokens(fields: Fields, default: int) -> int | None:
-    """n_predict is llama-server's name for it."""
-    names = ("max_completion_tokens", "max_tokens", "n_predict")
-    given = {name: value for name in names if (value := fields.integer(name)) is not None}
-    if len(set(given.values())) > 1:
-        raise bad_request(f"{' and '.join(given)} contradict each other", next(iter(given)))
-    for name, value in given.items():
-        if value < 1 and value != UNLIMITED:
-            message = f"'{name}' must be at least 1 (or -1: until the context's end), not {value}"
-            raise bad_request(message, name, "out_of_range")
-    limit = next(iter(given.values()), default)
-    return None if limit == UNLIMITED else limit
-
-
-def _top_k(fields: Fields) -> int:
-    value = fields.integer("top_k") or 0
-    if value < -1:
-        raise bad_request(f"'top_k' must be at least 0, not {value}", "top_k", "out_of_range")
-    return min(max(value, 0), 2**31 - 1)
-
-
-def _seed(fields: Fields) -> int:
-    """A random one where it is absent or, as in llama-server, -1."""
-    value = fields.integer("seed")
-    return secrets.randbits(63) if value is None or value == -1 else value % 2**64
-
-
-def _stops(value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if stops is None:
-        return []
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise bad_request("'stop' must be a string or a list of strings", "stop", "invalid_type")
-    if len(stops) > MAX_STOPS:
-        raise bad_request(f"'stop' has {len(stops)} strings; at most {MAX_STOPS}", "stop")
-    if any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-        message = f"each string of 'stop' must have 1 to {MAX_STOP_LENGTH} characters"
-        raise bad_request(message, "stop", "out_of_range")
-    return stops
 
 
 def _message(message: Any, i: int) -> dict[str, Any]:

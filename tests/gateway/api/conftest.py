@@ -66,6 +66,7 @@ class ScriptedEngine:
         self.health = Health("ok")
         self.prompts: list[list[int]] = []
         self.sampling: list[Sampling] = []
+        self.wants: list[Any] = []
         self.streams: list[ScriptedStream] = []
 
     def say(self, text: str | bytes, finish: str = "stop") -> None:
@@ -84,6 +85,7 @@ class ScriptedEngine:
             raise self.refusal
         self.prompts.append(prompt)
         self.sampling.append(sampling)
+        self.wants.append(want)
         self.streams.append(ScriptedStream(list(self.script)))
         return self.streams[-1]
 

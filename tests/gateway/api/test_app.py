@@ -125,19 +125,32 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_cancels(client, engine, stream):
-    engine.say("abc", finish="")
-    body = {"prompt": "hi", "stream": stream}
+@pytest.mark.parametrize("during", ["prefill", "decode"])
+async def test_a_client_that_leaves_cancels(client, engine, during, stream, n):
+    engine.say("abc" if during == "decode" else "", finish="")
+    body = {"prompt": "hi", "stream": stream, "n": n}
     request = asyncio.create_task(client.post("/v1/completions", json=body))
-    await until(lambda: engine.streams)
+    await until(lambda: len(engine.streams) == n)
     if stream:
         response = await request
-        await response.content.readline()
+        if during == "decode":
+            await response.content.readline()
         response.close()
     else:
         request.cancel()
-    await until(engine.streams[0].cancelled.is_set)
+    await until(lambda: all(stream.cancelled.is_set() for stream in engine.streams))
+
+
+async def test_comments_during_a_long_prefill(serve, engine, parse):
+    client = await serve(keepalive_seconds=0.05)
+    engine.script.insert(0, 0.3)
+    body = {"prompt": "hi", "stream": True}
+    async with client.post("/v1/completions", json=body) as response:
+        data = await response.read()
+    assert data.startswith(b": keep-alive\n\n" * 3)
+    assert parse(data)[-1] == "[DONE]"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,8 +3,8 @@ from contextlib import aclosing
 
 import pytest
 from voltapile.gateway.api.errors import ApiError
-from voltapile.gateway.api.generate import Generation, merged, usage
-from voltapile.gateway.api.schema import Options
+from voltapile.gateway.api.generate import Generation, merged, started, usage
+from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.services import Services
 from voltapile.gateway.metrics import Metrics
 from voltapile.gateway.request import Chunk
@@ -96,6 +96,7 @@ async def test_the_engine_gets_limits_and_stop_ids(start, engine, plan):
     assert (first.max_position, first.stop_ids) == (7, [END])
     assert (first.temperature, first.top_k, first.top_p, first.min_p) == (0.5, 3, 0.9, 0.1)
     assert first.seed == 7
+    assert engine.wants == [None, None]
     assert (second.max_position, second.stop_ids) == (plan.context, [])
 
 
@@ -158,3 +159,45 @@ async def test_a_merged_failure_is_raised(start, engine):
     async with aclosing(merged(generations)) as deltas:
         with pytest.raises(ApiError, match="broken"):
             await everything(deltas)
+
+
+async def test_penalties_and_biases_reach_the_engine(start, engine):
+    start(
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={3: 1.5},
+        logprobs=4,
+    )
+    [sampling] = engine.sampling
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.1, 0.5)
+    assert (sampling.frequency_penalty, sampling.logit_bias) == (-0.5, {3: 1.5})
+    assert sampling.prompt_tokens == 2
+    assert engine.wants[0].logprobs == 4
+
+
+async def test_choices_of_a_prompt_have_seeds_in_a_row(services, engine):
+    options = Options(max_tokens=3, n=3, seed=2**64 - 2)
+    generations = started(services, [[1, 2], [3]], options)
+    assert [sampling.seed for sampling in engine.sampling] == [2**64 - 2, 2**64 - 1, 0] * 2
+    assert engine.prompts == [[1, 2]] * 3 + [[3]] * 3
+    assert [generation.index for generation in generations] == list(range(6))
+    for generation in generations:
+        await generation.whole()
+    assert usage(generations)["prompt_tokens"] == 3
+    assert usage(generations)["completion_tokens"] == 6 * 6
+
+
+async def test_no_choice_runs_if_one_is_refused(services, engine):
+    submit = engine.submit
+
+    def third_fails(*args):
+        if len(engine.prompts) == 2:
+            raise RuntimeError("no")
+        return submit(*args)
+
+    engine.submit = third_fails
+    with pytest.raises(RuntimeError):
+        started(services, [[1]], Options(max_tokens=3, n=3))
+    assert all(stream.cancelled.is_set() for stream in engine.streams)
+    assert not services.live

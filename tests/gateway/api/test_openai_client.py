@@ -64,3 +64,44 @@ async def test_an_error_in_a_stream_is_raised(api, engine):
     with pytest.raises(openai.APIError, match="rank 0 died"):
         async for _ in stream:
             pass
+
+
+async def test_logprobs(api, engine):
+    def script():
+        ends = {257: "stop"}
+        row = [(1, -9.0)]
+        return [
+            Chunk([t], ends.get(t, ""), logprobs=[[(t, -0.5), (t, -0.5), *row]])
+            for t in (*b"ab", 257)
+        ]
+
+    engine.script = script()
+    asked = {"model": "x", "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    answer = await api.chat.completions.create(**asked)
+    first = answer.choices[0].logprobs.content[0]
+    assert (first.token, first.bytes, len(first.top_logprobs)) == ("a", [97], 2)
+    engine.script = script()
+    stream = await api.chat.completions.create(**asked, stream=True)
+    entries = [c.choices[0].logprobs async for c in stream]
+    assert [entry.content[0].token for entry in entries if entry] == ["a", "b"]
+    engine.script = script()
+    answer = await api.completions.create(model="x", prompt="a", logprobs=2)
+    assert answer.choices[0].logprobs.tokens == ["a", "b"]
+    assert answer.choices[0].logprobs.top_logprobs[0] == {"a": -0.5, "\x01": -9.0}
+
+
+async def test_several_choices(api, engine):
+    answer = await api.chat.completions.create(
+        model="x", messages=MESSAGES, n=3, logit_bias={"5": -100}, presence_penalty=1, seed=7
+    )
+    assert [(c.index, c.message.content) for c in answer.choices] == [
+        (i, "Hello") for i in range(3)
+    ]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (21, 18)
+    assert [s.seed for s in engine.sampling] == [7, 8, 9]
+    assert engine.sampling[0].logit_bias == {5: -100.0}
+    stream = await api.chat.completions.create(model="x", messages=MESSAGES, n=2, stream=True)
+    texts = ["", ""]
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["Hello"] * 2

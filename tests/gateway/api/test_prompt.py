@@ -20,7 +20,7 @@ def services(engine, tokenizer, template, plan):
 
 def chat(content="hi", **fields):
     body = {"messages": [{"role": "user", "content": content}], **fields}
-    return chat_request(json.dumps(body).encode())
+    return chat_request(json.dumps(body).encode(), 258)
 
 
 async def ids_of(services, prompt):
