@@ -190,7 +190,8 @@ async def test_streams_end_with_an_error_when_the_engine_gives_up(
     plan: Plan, tmp_path: Path
 ) -> None:
     restarts = Restarts(limit=1, pause=0.01)
-    async with spawned(plan, tmp_path, "--die-at", "9", restarts=restarts) as (engine, supervisor):
+    options = ("--die-at", "9", "--step-seconds", "0.02")
+    async with spawned(plan, tmp_path, *options, restarts=restarts) as (engine, supervisor):
         await until(is_ok(engine))
         stream = engine.submit([1], Sampling())
         first = await anext(stream)
