@@ -13,7 +13,7 @@ from voltapile.topology.spec import Spec
 if TYPE_CHECKING:
     from voltapile.topology.plan import Backend, CacheGroup
 
-SLOT_BYTES = 128  # the fields of one slot's state (104 bytes in use)
+SLOT_BYTES = 8704  # one slot's state (8,324 bytes in use: a bias takes 8,192) and answer (176)
 TOKEN_BYTES = 64  # one token's fields in the step's input, on the host and on the device
 ALLOCATION_BYTES = 64  # alignment of each scratch array
 LAYER_ARRAYS = 64  # more than a layer and the ends of a step allocate
@@ -32,6 +32,12 @@ class Sizes:
     reserve: int
     page: int  # one page of every cache group
     table: int  # one more page in every slot's tables
+    history: int  # the tokens of one more page in every slot
+
+    @property
+    def column(self) -> int:
+        """One more page of every group, for as long as it makes the context longer."""
+        return self.page + self.table + self.history
 
     @property
     def fixed(self) -> int:
@@ -46,6 +52,7 @@ def sizes(spec: Spec, backend: Backend, caches: list[CacheGroup], slots: int, ba
         reserve=backend.reserve_bytes,
         page=sum(group.page_bytes for group in caches),
         table=2 * 4 * (slots + 1) * len(caches),  # int32, on the host and on the device
+        history=4 * (slots + 1) * backend.page_tokens,
     )
 
 

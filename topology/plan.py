@@ -157,7 +157,9 @@ def plan(
             "weights": 0,
             "kv": kv_bytes,
             "scratch": budget.sizes.scratch,
-            "slots": budget.sizes.slots + pages * budget.sizes.table,
+            "slots": budget.sizes.slots
+            + pages * budget.sizes.table
+            + -(-context // budget.page_tokens) * budget.sizes.history,
             "reserve": budget.sizes.reserve,
         },
         mapped_bytes=budget.mapped,
@@ -236,7 +238,7 @@ class _Budget:
     def columns(self, resident: bool) -> int:
         """Pages of every group that fit beside the trash page; resident: beside the file too."""
         left = self.available - self.sizes.fixed - (self.mapped if resident else 0)
-        return max(0, left // (self.sizes.page + self.sizes.table) - 1)
+        return max(0, left // self.sizes.column - 1)
 
     @property
     def largest(self) -> int:
@@ -299,7 +301,7 @@ def _context(
 
 
 def _shortage(budget: _Budget, context: int, options: Options) -> str:
-    kv = (-(-context // budget.page_tokens) + 1) * (budget.sizes.page + budget.sizes.table)
+    kv = (-(-context // budget.page_tokens) + 1) * budget.sizes.column
     needed = kv + budget.sizes.fixed
     advice = f"use -c {budget.largest} or less" if budget.largest else "use a smaller -b or -np"
     if budget.largest and not options.cache_type_k:
