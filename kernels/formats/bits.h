@@ -8,8 +8,10 @@
 
 #if defined(__CUDACC__)
 #define VP_HD __host__ __device__ __forceinline__
+#define VP_TABLE static __device__ const
 #else
 #define VP_HD inline
+#define VP_TABLE inline constexpr
 #endif
 
 namespace voltapile::formats {

@@ -1,6 +1,6 @@
 // The codebook of IQ1_S and IQ1_M: 2,048 lists of eight values in -1, 0, 1.
 //
-// Constants of the file format; an entry is read by the grid functions of bits.h.
+// Constants of the file format; codebooks.h reads the entries.
 #pragma once
 #include "bits.h"
 

@@ -1,6 +1,6 @@
 // The codebooks of IQ2_XXS, IQ2_XS and IQ2_S: lists of eight values in 8, 25, 43.
 //
-// Constants of the file format; an entry is read by the grid functions of bits.h.
+// Constants of the file format; codebooks.h reads the entries.
 #pragma once
 #include "bits.h"
 

@@ -1,6 +1,6 @@
 // The codebooks of IQ3_XXS and IQ3_S: lists of four values.
 //
-// Constants of the file format; an entry is read by the grid functions of bits.h.
+// Constants of the file format; codebooks.h reads the entries.
 #pragma once
 #include "bits.h"
 

@@ -28,18 +28,36 @@ FORMATS = [
     "IQ4_NL",
     "IQ4_XS",
     "MXFP4",
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "TQ1_0",
+    "TQ2_0",
 ]
 # Where a block keeps its half-precision scales.
 HALVES = {
     "F16": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
     "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
-    "IQ4_NL": [0], "IQ4_XS": [0],
+    "IQ4_NL": [0], "IQ4_XS": [0], "IQ1_S": [0], "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0],
+    "IQ3_XXS": [0], "IQ3_S": [0], "TQ1_0": [52], "TQ2_0": [64],
 }  # fmt: skip
 # Both zeros, the least and greatest denormals and normals, infinities, NaNs.
 SPECIAL_HALVES = [
     0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x83FF, 0x0400, 0x8400, 0x3C00, 0xBC00, 0x7BFF, 0xFBFF,
     0x7C00, 0xFC00, 0x7C01, 0x7E00, 0xFE00,
 ]  # fmt: skip
+
+
+def scatter_iq1_m(raw: np.ndarray, halves: np.ndarray) -> None:
+    """Puts the half of each block into the upper nibbles of its four last u16."""
+    scales = raw[:, 48:56].copy().view(np.uint16)
+    parts = halves.astype(np.uint32)[:, None] >> np.array([0, 4, 8, 12], np.uint32)
+    scales = scales & 0xFFF | (parts & 15).astype(np.uint16) << 12
+    raw[:, 48:56] = scales.astype(np.uint16).view(np.uint8)
 
 
 def expected(raw: np.ndarray, name: str) -> np.ndarray:
@@ -73,6 +91,12 @@ def test_special_scales(name: str) -> None:
     assert_same_bits(unpack(raw, name, raw.shape[0] * kind.block_len), expected(raw, name))
 
 
+def test_special_scales_of_iq1_m() -> None:
+    raw = np.random.default_rng(4).integers(0, 256, (len(SPECIAL_HALVES), 56), dtype=np.uint8)
+    scatter_iq1_m(raw, np.array(SPECIAL_HALVES))
+    assert_same_bits(unpack(raw, "IQ1_M", len(raw) * 256), expected(raw, "IQ1_M"))
+
+
 def test_every_exponent_of_mxfp4() -> None:
     raw = np.random.default_rng(2).integers(0, 256, (256, 17), dtype=np.uint8)
     raw[:, 0] = np.arange(256)
@@ -98,6 +122,12 @@ def test_unknown_types_are_refused() -> None:
     assert not _cpu.is_supported(4)
     with pytest.raises(ValueError, match="type 4"):
         _cpu.unpack_to(4, np.zeros(18, np.uint8), np.zeros(32, np.float32))
+
+
+@pytest.mark.parametrize(("nbytes", "values"), [(35, 64), (0, 32), (36, 33), (17, 32)])
+def test_blocks_must_be_whole_and_there(nbytes: int, values: int) -> None:
+    with pytest.raises(ValueError, match=f"type 2: {nbytes} bytes for {values} values"):
+        _cpu.unpack_to(2, np.zeros(nbytes, np.uint8), np.zeros(values, np.float32))
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "F32"])

@@ -21,7 +21,7 @@ from voltapile.kernels.cpu import _cpu
 from voltapile.kernels.cpu.ops import CpuOps, CpuWeight
 from voltapile.shm.formats import format_of
 
-from .test_formats import FORMATS, HALVES
+from .test_formats import FORMATS, HALVES, scatter_iq1_m
 
 FLOATS = ("F32", "F16", "BF16")
 ISAS = ("plain", "avx2", "avx512")
@@ -59,6 +59,9 @@ def random_raw(name: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
     for offset in HALVES.get(name, ()):
         scales = rng.uniform(0.001, 0.02, (*raw.shape[:2], 1)).astype(np.float16)
         raw[..., offset : offset + 2] = scales.view(np.uint8)
+    if name == "IQ1_M":
+        scales = rng.uniform(0.001, 0.02, raw.shape[0] * raw.shape[1]).astype(np.float16)
+        scatter_iq1_m(raw.reshape(-1, kind.block_bytes), scales.view(np.uint16))
     if name == "MXFP4":
         raw[..., 0] = rng.integers(120, 128, raw.shape[:2])
     return raw.reshape(-1)
@@ -277,8 +280,8 @@ def test_extreme_blocks(isa: str, name: str) -> None:
 
 def test_refusals() -> None:
     ops = make_ops()
-    with pytest.raises(ValueError, match="IQ1_S"):
-        weight_of(ops, np.zeros(50, np.uint8), "IQ1_S", (1, 256))
+    with pytest.raises(ValueError, match="NVFP4"):
+        weight_of(ops, np.zeros(36, np.uint8), "NVFP4", (1, 64))
 
 
 def before_a_wall(raw: np.ndarray) -> np.ndarray:

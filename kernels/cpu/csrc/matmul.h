@@ -50,9 +50,9 @@ std::unique_ptr<Command> make_glu(const float* x, std::int64_t tokens, const Mat
 std::unique_ptr<Command> make_embed(const Matrix* table, const std::int32_t* tokens,
                                     std::int64_t num_tokens, float scale, float* out);
 
-// Scalar unpack of n values (whole blocks) from data, the truth of kernels/formats; false if the
-// type is unknown.
-bool unpack(int type, const std::uint8_t* data, std::int64_t n, float* out);
+// Scalar unpack of n values from data, the truth of kernels/formats. Throws std::invalid_argument
+// for an unknown type, for a part of a block and where the bytes are too few.
+void unpack(int type, const std::uint8_t* data, std::int64_t bytes, std::int64_t n, float* out);
 
 // The instruction set in use: "plain", "avx2" or "avx512"; set_isa refuses what the CPU lacks.
 const char* isa();
