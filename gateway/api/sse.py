@@ -42,10 +42,11 @@ class EventStream:
         self._write_seconds = write_seconds
         self._loop = asyncio.get_running_loop()
         self._sent = self._loop.time()
+        self._writing = 0  # more than one when a comment meets an event
 
     async def __aenter__(self) -> Self:
         await self.response.prepare(self._request)
-        self._keepalive = asyncio.create_task(self._comments())
+        self._watch = asyncio.create_task(self._watch_clock())
         return self
 
     async def send(self, *payloads: Any) -> None:
@@ -61,7 +62,7 @@ class EventStream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        self._keepalive.cancel()
+        self._watch.cancel()
         if isinstance(error, ConnectionError):
             return True
         if not isinstance(error, Exception):
@@ -73,26 +74,38 @@ class EventStream:
         return True
 
     async def _write(self, data: bytes) -> None:
+        """Waits only where the client does not read; _watch_clock ends that (a timer for each
+        token would cost more than the write)."""
         self._sent = self._loop.time()
+        self._writing += 1
         try:
-            async with asyncio.timeout(self._write_seconds):
-                await self.response.write(data)
-        except TimeoutError as error:
-            log.warning("a client did not read for %g s; closing", self._write_seconds)
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionResetError("the client does not read") from error
+            await self.response.write(data)
+        finally:
+            self._writing -= 1
 
-    async def _comments(self) -> None:
+    async def _watch_clock(self) -> None:
+        """Comments while nothing is sent, and an end to a write that gets nowhere."""
         while True:
-            wait = self._sent + self._keepalive_seconds - self._loop.time()
+            limit = self._write_seconds if self._writing else self._keepalive_seconds
+            wait = self._sent + limit - self._loop.time()
             if wait > 0:
-                await asyncio.sleep(wait)
-                continue
-            try:
-                await self._write(COMMENT)
-            except ConnectionError:
-                return  # the stream itself will find out
+                await asyncio.sleep(min(wait, self._keepalive_seconds, self._write_seconds))
+            elif self._writing:
+                return self._drop()
+            else:
+                try:
+                    async with asyncio.timeout(self._write_seconds):
+                        await self._write(COMMENT)
+                except TimeoutError:
+                    return self._drop()
+                except ConnectionError:
+                    return None  # the stream itself will find out
+
+    def _drop(self) -> None:
+        """The handler is cancelled, as if the client had left."""
+        log.warning("a client did not read for %g s; closing", self._write_seconds)
+        if self._request.transport is not None:
+            self._request.transport.abort()
 
 
 def _event(payload: Any) -> bytes:

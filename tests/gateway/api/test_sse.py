@@ -83,10 +83,12 @@ async def test_a_client_that_does_not_read_is_dropped(caplog):
 
     async def handler(request):
         events = EventStream(request, keepalive_seconds=15, write_seconds=0.1)
-        async with events:
-            for _ in range(1000):
-                await events.send("x" * 100_000)
-        ended.set()
+        try:
+            async with events:
+                for _ in range(1000):
+                    await events.send("x" * 100_000)
+        finally:
+            ended.set()
         return events.response
 
     async with served(handler) as url:
