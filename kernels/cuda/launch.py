@@ -1,0 +1,121 @@
+"""What a launcher sees: arrays and weights in device memory, kernel instances, who runs them.
+
+A launcher checks shapes, picks an Instance, gets its Kernel from the Launcher (CudaOps) and calls
+it with pointers and numbers. This file needs no GPU and no cupy, so that CI can list and compile
+every instance anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One kernel: a file of csrc, its extern "C" function, what it is compiled with (-D)."""
+
+    file: str
+    function: str
+    defines: tuple[tuple[str, str], ...] = ()
+    is_exact: bool = False  # no multiply and add is contracted: the bits of the scalar formats
+
+    @property
+    def name(self) -> str:
+        """For people, tables and pytest: function[FORMAT=Q4_K,ROWS=8]."""
+        inside = ",".join(f"{key}={value}" for key, value in self.defines)
+        return f"{self.function}[{inside}]" if inside else self.function
+
+
+class DeviceArray:
+    """A contiguous array in device memory. owner: keeps the memory alive."""
+
+    __slots__ = ("dtype", "nbytes", "owner", "ptr", "shape", "size")
+
+    def __init__(self, ptr: int, shape: Sequence[int], dtype: Any, owner: object = None) -> None:
+        self.ptr, self.shape = ptr, tuple(int(length) for length in shape)
+        self.dtype, self.owner = np.dtype(dtype), owner
+        size = 1
+        for length in self.shape:
+            size *= length
+        self.size = size
+        self.nbytes = size * self.dtype.itemsize
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: int | slice) -> DeviceArray:
+        """A view: one element of the first axis, or a run of them (step 1)."""
+        row = self.nbytes // self.shape[0] if self.shape[0] else 0
+        if isinstance(key, slice):
+            start, stop, step = key.indices(self.shape[0])
+            assert step == 1, key
+            shape = (max(0, stop - start), *self.shape[1:])
+            return DeviceArray(self.ptr + start * row, shape, self.dtype, self.owner)
+        index = int(key)
+        index += self.shape[0] if index < 0 else 0
+        if not 0 <= index < self.shape[0]:
+            raise IndexError(f"{key} in an axis of {self.shape[0]}")
+        return DeviceArray(self.ptr + index * row, self.shape[1:], self.dtype, self.owner)
+
+    def reshape(self, *shape: int) -> DeviceArray:
+        """A view; one length may be -1."""
+        known = 1
+        for length in shape:
+            known *= length if length >= 0 else 1
+        whole = tuple(length if length >= 0 else self.size // max(1, known) for length in shape)
+        view = DeviceArray(self.ptr, whole, self.dtype, self.owner)
+        assert view.size == self.size, (self.shape, shape)
+        return view
+
+    def __repr__(self) -> str:
+        return f"DeviceArray({self.dtype} {list(self.shape)} at {self.ptr:#x})"
+
+
+@dataclass(eq=False)
+class CudaWeight:
+    """A matrix (N, K) quantised as in the file, rows after rows; or a vector in float32."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+    type_name: str  # of a matrix its GGUF type; a vector is always "F32"
+    ptr: int
+    row_bytes: int
+    owner: object = None
+
+    @property
+    def is_vector(self) -> bool:
+        return len(self.shape) == 1
+
+
+class Kernel(Protocol):
+    """A loaded function. args: device addresses as int, numpy scalars for everything else."""
+
+    def __call__(
+        self, grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int = 0
+    ) -> None: ...
+
+
+class Launcher(Protocol):
+    """What launchers need of CudaOps."""
+
+    multiprocessors: int
+    arch: int  # compute capability as 70, 75, 90: of the machine code that runs
+
+    def kernel(self, instance: Instance) -> Kernel: ...
+
+    def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
+        """Uninitialised, until the enclosing scope ends or the step does."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        """Persistent and zeroed; not while a step is captured."""
+
+    def constant(self, values: np.ndarray) -> DeviceArray:
+        """Small host values on the device, for ever; equal ones are kept once. Also in capture."""
