@@ -25,6 +25,8 @@ RUNNING, STOP, LENGTH, DONE_BEFORE, NOT_FINITE = range(5)
 FINISH_NAMES = ("", "stop", "length", "", "error")
 
 MAX_STOP_IDS = 16
+MAX_LOGIT_BIAS = 1024  # biased tokens of a slot
+MAX_LOGPROBS = 20  # alternatives of a sampled token
 
 
 @dataclass
@@ -57,15 +59,31 @@ class SlotState:
     top_p: Array  # float32[S]; 1 is off
     min_p: Array  # float32[S]; 0 is off
     seed: Array  # uint64[S]
+    history: Array  # int32[S, context] the token at each cache position (`begin` writes it)
+    prompt_tokens: Array  # int32[S] positions before it are the prompt's, later ones generated
+    penalty_window: Array  # int32[S] so many tokens before the new one count; 0: all
+    repetition_penalty: Array  # float32[S]; 1 is off
+    presence_penalty: Array  # float32[S]; 0 is off
+    frequency_penalty: Array  # float32[S]; 0 is off
+    bias_count: Array  # int32[S] how many of bias_ids and bias_values hold
+    bias_ids: Array  # int32[S, MAX_LOGIT_BIAS], each id once
+    bias_values: Array  # float32[S, MAX_LOGIT_BIAS]
+    logprobs: Array  # int32[S] alternatives to report with a token; -1: no probabilities at all
 
 
 @dataclass
 class StepOutput:
-    """What `sample` writes; the one small copy that comes back from a step."""
+    """What `sample` writes; the one small copy that comes back from a step.
+
+    Log-probabilities are of the unmodified distribution (temperature 1, no penalty, no bias).
+    Column 0 is the sampled token, then come the best ones, largest first, equal ones by id. Unused
+    places, and rows whose slot does not want any, hold id -1 and 0.
+    """
 
     tokens: Array  # int32[R]; -1 where finish is DONE_BEFORE or NOT_FINITE
     finish: Array  # int32[R] codes above
-    logprobs: Array  # float32[R] of the sampled token under the unmodified distribution
+    logprob_ids: Array  # int32[R, 1 + MAX_LOGPROBS]
+    logprobs: Array  # float32[R, 1 + MAX_LOGPROBS]
 
 
 class Weight(Protocol):
@@ -130,26 +148,28 @@ class Ops(Protocol):
 
     # --- the ends of a step ---------------------------------------------------------------
     def begin(self, batch: Batch, state: SlotState) -> None:
-        """For each token with continues[t]: tokens, positions and rope_positions from its slot."""
+        """For each token with continues[t]: tokens, positions and rope_positions from its slot.
+
+        Then history[slot, position] = token for every token of the batch."""
 
     def sample(self, logits: Array, batch: Batch, state: SlotState, out: StepOutput) -> None:
         """Choose a token for each row of logits [R, V] by its slot's parameters.
 
         For row i: t = outputs[i], s = slots[t], p = positions[t] + 1 (the new token's position).
         If finished[s] is set: tokens[i] = -1, finish[i] = DONE_BEFORE, and nothing else changes.
-        A row that is not finite: -1, NOT_FINITE, finished[s] = NOT_FINITE.
+        A row with a NaN or +inf, or with nothing but -inf (which means "never"), before or after
+        bias and penalties: -1, NOT_FINITE, finished[s] = NOT_FINITE.
         Otherwise writes out, last_token[s], next_position[s] = p, and the finish code: STOP if
         the token is a stop id, else LENGTH if p + 1 >= max_position[s]; also into finished[s].
-        The random number is a function of (seed[s], p, purpose) alone; see kernels/random.md.
+        The random number is a function of (seed[s], p, purpose) alone; see kernels/random.md, which
+        also says what bias and penalties do. Penalties look at history[s] before position p.
         """
 
     # --- models ---------------------------------------------------------------------------
     def embed(self, table: Weight, tokens: Array, scale: float = 1.0) -> Array:
         """float32 [T, D]: rows of table, times scale."""
 
-    def rms_norm(
-        self, x: Array, weight: Weight, eps: float, add_to: Array | None = None
-    ) -> Array:
+    def rms_norm(self, x: Array, weight: Weight, eps: float, add_to: Array | None = None) -> Array:
         """x / sqrt(mean(x^2) + eps) * weight, where weight is a vector: over the last axis, or over
         each run of weight's length in it (the heads of a q). add_to, of x's shape: accumulate
         there (+=) and return it instead of a new array."""
@@ -209,3 +229,46 @@ class Ops(Protocol):
 
     def copy(self, x: Array) -> Array:
         """A scratch copy of x (taps)."""
+
+
+def slot_state(ops: Ops, slots: int, context: int) -> SlotState:
+    """All slots running, greedy and without a limit."""
+
+    def filled(value: float, dtype: Any, *shape: int) -> Array:
+        array = ops.zeros((slots, *shape), dtype)
+        if value:
+            ops.upload(array, np.full((slots, *shape), value, dtype))
+        return array
+
+    return SlotState(
+        last_token=filled(0, np.int32),
+        next_position=filled(0, np.int32),
+        finished=filled(RUNNING, np.int32),
+        max_position=filled(2**31 - 1, np.int32),
+        stop_ids=filled(-1, np.int32, MAX_STOP_IDS),
+        temperature=filled(0, np.float32),
+        top_k=filled(0, np.int32),
+        top_p=filled(1, np.float32),
+        min_p=filled(0, np.float32),
+        seed=filled(0, np.uint64),
+        history=filled(0, np.int32, context),
+        prompt_tokens=filled(0, np.int32),
+        penalty_window=filled(0, np.int32),
+        repetition_penalty=filled(1, np.float32),
+        presence_penalty=filled(0, np.float32),
+        frequency_penalty=filled(0, np.float32),
+        bias_count=filled(0, np.int32),
+        bias_ids=filled(0, np.int32, MAX_LOGIT_BIAS),
+        bias_values=filled(0, np.float32, MAX_LOGIT_BIAS),
+        logprobs=filled(-1, np.int32),
+    )
+
+
+def step_output(ops: Ops, rows: int) -> StepOutput:
+    width = 1 + MAX_LOGPROBS
+    return StepOutput(
+        tokens=ops.zeros((rows,), np.int32),
+        finish=ops.zeros((rows,), np.int32),
+        logprob_ids=ops.zeros((rows, width), np.int32),
+        logprobs=ops.zeros((rows, width), np.float32),
+    )

@@ -11,9 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.ops import DONE_BEFORE, MAX_STOP_IDS, Array, Ops, SlotState
+from voltapile.kernels.ops import (
+    DONE_BEFORE,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    RUNNING,
+    Array,
+    Ops,
+    slot_state,
+)
 from voltapile.topology.plan import Plan
-from voltapile.workers.protocol import Copy, Sampling
+from voltapile.workers.protocol import Copy, Sampling, Want
 
 TRASH_PAGE = 0
 
@@ -37,7 +46,7 @@ class Caches:
             self.tables.append(np.full((plan.slots + 1, widest), TRASH_PAGE, np.int32))
         self.pages: tuple[Array, ...] = tuple(ops.zeros(t.shape, np.int32) for t in self.tables)
         self.used = [np.zeros(plan.slots + 1, np.int32) for _ in plan.caches]
-        self.state = _slot_state(plan.slots + 1, ops)
+        self.state = slot_state(ops, plan.slots + 1, plan.context)
         ops.upload(self.state.finished, np.full(plan.slots + 1, DONE_BEFORE, np.int32))
 
     def release(self, slot: int) -> None:
@@ -61,25 +70,43 @@ class Caches:
                     self.pages[group][slot, first:last], self.tables[group][slot, first:last]
                 )
 
-    def begin_request(self, slot: int, sampling: Sampling) -> None:
-        """A new request's way of choosing tokens."""
+    def begin_request(self, slot: int, sampling: Sampling, want: Want | None = None) -> None:
+        """A new request's way of choosing tokens, and what it wants to know of them."""
         assert len(sampling.stop_ids) <= MAX_STOP_IDS, "too many stop ids"
+        assert len(sampling.logit_bias) <= MAX_LOGIT_BIAS, "too many biased tokens"
+        logprobs = want.logprobs if want else -1
+        assert logprobs <= MAX_LOGPROBS, "too many alternatives"
         stop_ids = np.full(MAX_STOP_IDS, -1, np.int32)
         stop_ids[: len(sampling.stop_ids)] = sampling.stop_ids
-        self.ops.upload(self.state.stop_ids[slot], stop_ids)
-        values: tuple[tuple[Array, np.ndarray], ...] = (
-            (self.state.finished, _one(0, np.int32)),
-            (self.state.last_token, _one(0, np.int32)),
-            (self.state.next_position, _one(0, np.int32)),
-            (self.state.max_position, _one(sampling.max_position, np.int32)),
-            (self.state.temperature, _one(sampling.temperature, np.float32)),
-            (self.state.top_k, _one(sampling.top_k, np.int32)),
-            (self.state.top_p, _one(sampling.top_p, np.float32)),
-            (self.state.min_p, _one(sampling.min_p, np.float32)),
-            (self.state.seed, _one(sampling.seed % 2**64, np.uint64)),
+        state, bias = self.state, sampling.logit_bias
+        self.ops.upload(state.stop_ids[slot], stop_ids)
+        if bias:
+            self.ops.upload(state.bias_ids[slot], np.fromiter(bias.keys(), np.int32))
+            self.ops.upload(state.bias_values[slot], np.fromiter(bias.values(), np.float32))
+        values: tuple[tuple[Array, float, Any], ...] = (
+            (state.finished, RUNNING, np.int32),
+            (state.last_token, 0, np.int32),
+            (state.next_position, 0, np.int32),
+            (state.max_position, sampling.max_position, np.int32),
+            (state.temperature, sampling.temperature, np.float32),
+            (state.top_k, sampling.top_k, np.int32),
+            (state.top_p, sampling.top_p, np.float32),
+            (state.min_p, sampling.min_p, np.float32),
+            (state.seed, sampling.seed % 2**64, np.uint64),
+            (state.prompt_tokens, sampling.prompt_tokens, np.int32),
+            (state.penalty_window, sampling.penalty_window, np.int32),
+            (state.repetition_penalty, sampling.repetition_penalty, np.float32),
+            (state.presence_penalty, sampling.presence_penalty, np.float32),
+            (state.frequency_penalty, sampling.frequency_penalty, np.float32),
+            (state.bias_count, len(bias), np.int32),
+            (state.logprobs, logprobs, np.int32),
         )
-        for array, value in values:
-            self.ops.upload(array[slot : slot + 1], value)
+        for array, value, dtype in values:
+            self.ops.upload(array[slot : slot + 1], _one(value, dtype))
+
+    def remember(self, slot: int, history: np.ndarray) -> None:
+        """The tokens of a prefix whose pages were computed for somebody else."""
+        self.ops.upload(self.state.history[slot], history)
 
     def copy(self, copy: Copy) -> None:
         """Copy a page of all layers of a group."""
@@ -104,21 +131,6 @@ def _layers(plan: Plan, ops: Ops) -> list[LayerKV]:
             )
             layers[layer] = LayerKV(kv, number)
     return [layers[i] for i in sorted(layers)]
-
-
-def _slot_state(slots: int, ops: Ops) -> SlotState:
-    return SlotState(
-        last_token=ops.zeros((slots,), np.int32),
-        next_position=ops.zeros((slots,), np.int32),
-        finished=ops.zeros((slots,), np.int32),
-        max_position=ops.zeros((slots,), np.int32),
-        stop_ids=ops.zeros((slots, MAX_STOP_IDS), np.int32),
-        temperature=ops.zeros((slots,), np.float32),
-        top_k=ops.zeros((slots,), np.int32),
-        top_p=ops.zeros((slots,), np.float32),
-        min_p=ops.zeros((slots,), np.float32),
-        seed=ops.zeros((slots,), np.uint64),
-    )
 
 
 def _one(value: float, dtype: Any) -> np.ndarray:

@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from voltapile.kernels.load import load as load_ops
-from voltapile.kernels.ops import FINISH_NAMES, NOT_FINITE, Batch, Graph, Ops, StepOutput
+from voltapile.kernels.ops import (
+    FINISH_NAMES,
+    NOT_FINITE,
+    Batch,
+    Graph,
+    Ops,
+    StepOutput,
+    step_output,
+)
 from voltapile.shm.board import Board
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.plan import Plan
@@ -22,7 +30,7 @@ from voltapile.topology.spec import spec_of
 from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import Caches
 from voltapile.workers.models.registry import model_class
-from voltapile.workers.protocol import Result, Row, Sampled, Step
+from voltapile.workers.protocol import Result, Row, Sampled, Step, Want
 from voltapile.workers.weights import FileWeights
 
 Progress = Callable[[str, float], None]  # stage, fraction
@@ -34,7 +42,7 @@ class Engine:
     def __init__(self, plan: Plan, ops: Ops, gguf: Gguf, rank: int = 0) -> None:
         self.plan, self.ops, self.gguf, self.rank = plan, ops, gguf, rank
         self.most_outputs = max([plan.slots, *plan.buckets])
-        self.wants_logprobs = [False] * plan.slots
+        self.wants = [Want()] * plan.slots
 
     def load(self, progress: Progress = lambda stage, fraction: None) -> None:
         """Build the model, allocate caches, record the decode steps."""
@@ -46,11 +54,7 @@ class Engine:
         self.caches = Caches(self.plan, self.ops)
         most_tokens = max(self.plan.batch_tokens, self.most_outputs)
         self.buffer = BatchBuffer(self.ops, most_tokens, self.caches.pages)
-        self.out = StepOutput(
-            tokens=self.ops.zeros((self.most_outputs,), np.int32),
-            finish=self.ops.zeros((self.most_outputs,), np.int32),
-            logprobs=self.ops.zeros((self.most_outputs,), np.float32),
-        )
+        self.out = step_output(self.ops, self.most_outputs)
         self.graphs: dict[int, Graph] = {}
         if self.ops.captures:
             for done, rows in enumerate(sorted(self.plan.buckets)):
@@ -104,8 +108,10 @@ class Engine:
             assert row.mask is None, "grammar masks are not built yet"
             assert row.forced < 0, "forced tokens are not built yet"
             if row.sampling is not None:
-                self.caches.begin_request(row.slot, row.sampling)
-                self.wants_logprobs[row.slot] = row.want is not None and row.want.logprobs >= 0
+                self.wants[row.slot] = row.want or Want()
+                self.caches.begin_request(row.slot, row.sampling, row.want)
+            if row.history is not None:
+                self.caches.remember(row.slot, row.history)
             self.caches.append(row.slot, row.pages)
 
     def _compute(self, rows: Sequence[Row]) -> Batch:
@@ -135,7 +141,10 @@ class Engine:
         count = len(batch.outputs)
         if count:
             out = StepOutput(
-                self.out.tokens[:count], self.out.finish[:count], self.out.logprobs[:count]
+                tokens=self.out.tokens[:count],
+                finish=self.out.finish[:count],
+                logprob_ids=self.out.logprob_ids[:count],
+                logprobs=self.out.logprobs[:count],
             )
             self.ops.sample(self.model.head(hidden), batch, self.caches.state, out)
 
@@ -146,19 +155,28 @@ class Engine:
             return []
         tokens = self.ops.to_host(self.out.tokens).tolist()
         finish = self.ops.to_host(self.out.finish).tolist()
-        logprobs = self.ops.to_host(self.out.logprobs).tolist()
         answers = []
         for i, row in enumerate(sampling):
             answer = Sampled(slot=row.slot, finish=FINISH_NAMES[finish[i]])
             if tokens[i] >= 0:
                 answer.tokens = [tokens[i]]
-                if self.wants_logprobs[row.slot]:
-                    answer.logprobs = [[(tokens[i], logprobs[i])]]
             answers.append(answer)
+        self._add_logprobs(answers)
         bad = [i for i in range(len(sampling)) if finish[i] == NOT_FINITE]
         for i, error in zip(bad, self._explain(batch, bad), strict=True):
             answers[i].error = error
         return answers
+
+    def _add_logprobs(self, answers: list[Sampled]) -> None:
+        """To the answers of requests that want them; answers[i] is row i of the output."""
+        wanted = [i for i, a in enumerate(answers) if a.tokens and self.wants[a.slot].logprobs >= 0]
+        if not wanted:
+            return
+        ids = self.ops.to_host(self.out.logprob_ids[: len(answers)])
+        values = self.ops.to_host(self.out.logprobs[: len(answers)])
+        for i in wanted:
+            pairs = zip(ids[i].tolist(), values[i].tolist(), strict=True)
+            answers[i].logprobs = [[pair for pair in pairs if pair[0] >= 0]]
 
     def _explain(self, batch: Batch, bad: list[int]) -> list[str]:
         """Where the non-finite logits of some outputs come from."""

@@ -14,7 +14,10 @@ import msgspec
 import numpy as np
 
 VERSION = 1
-MAX_STOP_IDS = 16  # most stop_ids of a Sampling; the device holds that many for each slot
+# What the device holds for each slot, and so the most of a Sampling and a Want.
+MAX_STOP_IDS = 16
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
 CONTINUE = np.zeros(0, np.int32)  # tokens of a row that goes on from the token it sampled last
 
 
@@ -30,6 +33,9 @@ class Sampling(msgspec.Struct, array_like=True, kw_only=True):
     """How a request's tokens are chosen; sent once, with the first row of a request in a slot.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch those filters off.
+    repetition_penalty looks at prompt and generated tokens, presence_penalty and frequency_penalty
+    at generated ones, penalty_window: so many tokens back, 0: all of them. prompt_tokens: so many
+    of a request's first tokens are its prompt, later ones were generated. See kernels/random.md.
     max_position: no token is sampled for this position or a later one (finish "length").
     """
 
@@ -40,15 +46,17 @@ class Sampling(msgspec.Struct, array_like=True, kw_only=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    penalty_window: int = 64
+    penalty_window: int = 0
     logit_bias: dict[int, float] = {}
     seed: int = 0
     stop_ids: list[int] = []
     max_position: int = 2**31 - 1
+    prompt_tokens: int = 0
 
 
 class Want(msgspec.Struct, array_like=True, kw_only=True):
-    """What a row's answer holds beside its tokens. Negative: not wanted; n: with n alternatives."""
+    """What the answers hold beside tokens; sent with `sampling`. Negative: not wanted; n: with n
+    alternatives (at most MAX_LOGPROBS)."""
 
     logprobs: int = -1
     prompt_logprobs: int = -1
@@ -75,7 +83,7 @@ class Row(msgspec.Struct, array_like=True, kw_only=True):
         None  # int32[axes, n] where they differ from cache positions
     )
     history: np.ndarray | None = (
-        None  # int32: tokens of a reused prefix (penalties, n-grams, drafts)
+        None  # int32: tokens at positions 0 to start of a reused prefix (penalties, n-grams)
     )
     mask: np.ndarray | None = None  # uint32[ceil(V / 32)]: tokens that a grammar allows
     forced: int = -1  # this token is taken instead of a sampled one
@@ -107,7 +115,8 @@ class Sampled(msgspec.Struct, array_like=True, kw_only=True):
 
     tokens: 1 + accepted drafts; empty where the slot had finished before this Step.
     finish: "" | "stop" (a stop id; it is the last of tokens) | "length" | "error".
-    logprobs: for each token, the chosen one's first, as (id, log-probability) pairs.
+    logprobs: for each token, the chosen one's first, then as many of the best as were wanted, as
+    (id, log-probability) pairs of the unmodified distribution.
     """
 
     slot: int

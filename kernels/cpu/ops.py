@@ -172,8 +172,11 @@ class CpuOps:
         rows = len(batch.outputs)
         assert logits.ndim == 2, logits.shape
         assert len(logits) == rows, (logits.shape, rows)
-        assert min(len(out.tokens), len(out.finish), len(out.logprobs)) >= rows, rows
-        self._engine.sample(logits, batch, state, out)
+        arrays = (out.tokens, out.finish, out.logprob_ids, out.logprobs)
+        assert min(map(len, arrays)) >= rows, rows
+        assert out.logprob_ids.shape == out.logprobs.shape, out.logprobs.shape
+        with self._scratch.scope():
+            self._engine.sample(logits, batch, state, out, self._scratch.array(logits.shape))
 
     # --- models ---------------------------------------------------------------------------
     def embed(self, table: Weight, tokens: np.ndarray, scale: float = 1.0) -> np.ndarray:

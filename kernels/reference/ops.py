@@ -102,6 +102,8 @@ class ReferenceOps:
         batch.tokens[goes_on] = state.last_token[slots]
         batch.positions[goes_on] = state.next_position[slots]
         batch.rope_positions[goes_on] = state.next_position[slots]
+        fits = batch.positions < state.history.shape[1]  # a finished slot may go past the end
+        state.history[batch.slots[fits], batch.positions[fits]] = batch.tokens[fits]
 
     def sample(self, logits: Array, batch: Batch, state: SlotState, out: StepOutput) -> None:
         sample(logits, batch, state, out)

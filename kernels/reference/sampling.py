@@ -12,6 +12,7 @@ from voltapile.kernels.ops import (
     NOT_FINITE,
     RUNNING,
     STOP,
+    Array,
     Batch,
     SlotState,
     StepOutput,
@@ -38,21 +39,55 @@ def sample(logits: np.ndarray, batch: Batch, state: SlotState, out: StepOutput) 
     """See Ops.sample."""
     for i, token in enumerate(batch.outputs):
         slot, position = int(batch.slots[token]), int(batch.positions[token]) + 1
-        out.tokens[i], out.logprobs[i] = -1, 0
+        out.tokens[i], out.logprob_ids[i], out.logprobs[i] = -1, -1, 0
         if state.finished[slot] != RUNNING:
             out.finish[i] = DONE_BEFORE
-        elif not np.isfinite(logits[i]).all():
+            continue
+        adjusted = adjust(logits[i], state, slot, position)
+        if not (can_choose(logits[i]) and can_choose(adjusted)):
             out.finish[i] = state.finished[slot] = NOT_FINITE
-        else:
-            chosen = choose(logits[i], state, slot, position)
-            out.tokens[i] = state.last_token[slot] = chosen
-            out.logprobs[i] = log_probability(logits[i], chosen)
-            state.next_position[slot] = position
-            out.finish[i] = state.finished[slot] = _finish(chosen, position, state, slot)
+            continue
+        chosen = choose(adjusted, state, slot, position)
+        out.tokens[i] = state.last_token[slot] = chosen
+        if state.logprobs[slot] >= 0:
+            ids = np.append(chosen, best(logits[i], int(state.logprobs[slot])))
+            out.logprob_ids[i, : len(ids)] = ids
+            out.logprobs[i, : len(ids)] = log_probabilities(logits[i], ids)
+        state.next_position[slot] = position
+        out.finish[i] = state.finished[slot] = _finish(chosen, position, state, slot)
+
+
+def can_choose(logits: np.ndarray) -> bool:
+    """Neither NaN nor +inf, and something that may be chosen."""
+    return bool((logits < np.inf).all() and np.isfinite(logits.max()))
+
+
+def adjust(logits: np.ndarray, state: SlotState, slot: int, position: int) -> np.ndarray:
+    """With bias and penalties, for the token of `position`."""
+    x = logits.copy()
+    count = state.bias_count[slot]
+    x[state.bias_ids[slot, :count]] += state.bias_values[slot, :count]
+    window = int(state.penalty_window[slot])
+    first = max(0, position - window) if window else 0
+    generated = max(first, int(state.prompt_tokens[slot]))
+    held = _known(state.history[slot, first:position], len(x))
+    repetition = state.repetition_penalty[slot]
+    x[held] = np.where(x[held] > 0, x[held] / repetition, x[held] * repetition)
+    ids, counts = np.unique(
+        _known(state.history[slot, generated:position], len(x)), return_counts=True
+    )
+    frequency, presence = state.frequency_penalty[slot], state.presence_penalty[slot]
+    x[ids] -= frequency * counts.astype(np.float32) + presence
+    return x
+
+
+def _known(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    """Those that are tokens of the vocabulary, each as often as it stands there."""
+    return tokens[(tokens >= 0) & (tokens < vocab)]
 
 
 def choose(logits: np.ndarray, state: SlotState, slot: int, position: int) -> int:
-    """The token for `position`."""
+    """The token for `position`, of adjusted logits."""
     temperature = state.temperature[slot]
     if temperature == 0:
         return int(np.argmax(logits))
@@ -73,10 +108,16 @@ def choose(logits: np.ndarray, state: SlotState, slot: int, position: int) -> in
     return int(order[min(first, keep - 1)])
 
 
-def log_probability(logits: np.ndarray, token: int) -> float:
-    """Of `token` under the distribution of the logits as they are."""
+def best(logits: np.ndarray, count: int) -> np.ndarray:
+    """Ids of the `count` largest logits, largest first, that are not -inf."""
+    order = np.argsort(-logits, kind="stable")[:count]
+    return order[logits[order] > -np.inf]
+
+
+def log_probabilities(logits: np.ndarray, ids: np.ndarray) -> Array:
+    """Of `ids` under the distribution of the logits as they are."""
     shifted = logits - logits.max()
-    return float(shifted[token] - np.log(np.exp(shifted).sum(dtype=np.float64)))
+    return shifted[ids] - np.log(np.exp(shifted).sum(dtype=np.float64))
 
 
 def _finish(token: int, position: int, state: SlotState, slot: int) -> int:

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from voltapile.kernels.cpu import _cpu
 from voltapile.kernels.cpu.ops import CpuOps, CpuWeight
-from voltapile.kernels.ops import MAX_STOP_IDS, Array, Batch, Ops, SlotState, StepOutput
+from voltapile.kernels.ops import (
+    Array,
+    Batch,
+    Ops,
+    SlotState,
+    StepOutput,
+    slot_state,
+    step_output,
+)
 from voltapile.kernels.reference.ops import ReferenceOps
 
 ISAS = ("plain", "avx2", "avx512")
@@ -108,18 +116,22 @@ def test_begin_takes_what_goes_on_from_its_slot() -> None:
     assert batch.tokens.tolist() == [5, 100, 101]
     assert batch.positions.tolist() == [1, 50, 51]
     assert batch.rope_positions.tolist() == [4, 50, 51]
+    assert (state.history[2, 1], state.history[0, 50], state.history[1, 51]) == (5, 100, 101)
+    assert np.count_nonzero(state.history) == 3
+
+
+def test_begin_writes_nothing_past_the_context() -> None:
+    """A slot that has finished at its last position may still continue."""
+    one = np.zeros(1, np.int32)
+    for ops in (make_ops(), ReferenceOps()):
+        state = make_state(2)
+        state.last_token[:], state.next_position[:] = 7, 64
+        ops.begin(Batch(one.copy(), one, one.copy(), one.copy(), one + 1, one, ()), state)
+        assert not state.history.any()
 
 
 def make_state(slots: int) -> SlotState:
-    def ints(value: int) -> Array:
-        return np.full(slots, value, np.int32)
-
-    def floats(value: float) -> Array:
-        return np.full(slots, value, np.float32)
-
-    return SlotState(ints(0), ints(0), ints(0), ints(9999), np.full((slots, MAX_STOP_IDS), -1,
-                     np.int32), floats(0), ints(0), floats(1), floats(0),
-                     np.zeros(slots, np.uint64))  # fmt: skip
+    return slot_state(make_ops(), slots, 64)
 
 
 # --- attention ------------------------------------------------------------------------------
@@ -346,7 +358,8 @@ def decode_batch() -> tuple[Batch, SlotState, StepOutput]:
     batch = Batch(two * 0, two.copy(), two * 0, two * 0, two * 0 + 1, two.copy(), (table,))
     state = make_state(2)
     state.last_token[:], state.temperature[1] = (3, 4), 1.0
-    return batch, state, StepOutput(two * 0, two * 0, np.zeros(2, np.float32))
+    state.logprobs[:], state.frequency_penalty[0] = 3, 0.5
+    return batch, state, step_output(make_ops(), 2)
 
 
 def generate(layer: Layer, captured: bool, steps: int = 30) -> tuple[list[list[int]], Array]:

@@ -16,6 +16,8 @@ from voltapile.kernels.ops import (
     Batch,
     SlotState,
     StepOutput,
+    slot_state,
+    step_output,
 )
 from voltapile.kernels.reference import sampling
 from voltapile.kernels.reference.ops import ReferenceOps
@@ -51,25 +53,11 @@ def batch_of(slots: list[int], positions: list[int], table: np.ndarray) -> Batch
 
 
 def state_of(slots: int) -> SlotState:
-    def ints(value: int) -> np.ndarray:
-        return np.full(slots, value, np.int32)
-
-    return SlotState(
-        last_token=ints(0),
-        next_position=ints(0),
-        finished=ints(RUNNING),
-        max_position=ints(2**31 - 1),
-        stop_ids=np.full((slots, 16), -1, np.int32),
-        temperature=np.zeros(slots, F32),
-        top_k=ints(0),
-        top_p=np.ones(slots, F32),
-        min_p=np.zeros(slots, F32),
-        seed=np.zeros(slots, np.uint64),
-    )
+    return slot_state(ops, slots, 32)
 
 
 def output_of(rows: int) -> StepOutput:
-    return StepOutput(np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.zeros(rows, F32))
+    return step_output(ops, rows)
 
 
 def test_linear_bias_and_residual() -> None:
@@ -200,11 +188,15 @@ def test_random_numbers_are_what_random_md_says() -> None:
 def test_greedy_takes_the_first_of_equals() -> None:
     logits = np.array([[1, 3, 3, 2]], F32)
     out, state = output_of(1), state_of(1)
+    state.logprobs[0] = 3
     ops.sample(logits, batch_of([0], [4], np.zeros((1, 1), np.int32)), state, out)
     assert (out.tokens[0], out.finish[0]) == (1, RUNNING)
     assert (state.last_token[0], state.next_position[0]) == (1, 5)
     total = math.exp(1) + 2 * math.exp(3) + math.exp(2)
-    assert out.logprobs[0] == pytest.approx(3 - math.log(total), abs=1e-6)
+    assert out.logprob_ids[0, :5].tolist() == [1, 1, 2, 3, -1]
+    expected = [x - math.log(total) for x in (3, 3, 3, 2)]
+    assert out.logprobs[0, :4].tolist() == pytest.approx(expected, abs=1e-6)
+    assert not out.logprobs[0, 4:].any()
 
 
 def test_finish_codes() -> None:
@@ -268,3 +260,51 @@ def test_temperature_sharpens() -> None:
 def test_equal_tokens_come_in_the_order_of_their_ids() -> None:
     """With top_k 2 of four equal tokens the lowest ids stay."""
     assert set(np.flatnonzero(drawn(np.zeros(4, F32), 200, top_k=2))) == {0, 1}
+
+
+def adjusted_one_by_one(logits: list[float], state: SlotState, position: int) -> list[float]:
+    """random.md's three lines for slot 0, a token at a time."""
+    first = max(0, position - int(state.penalty_window[0])) if state.penalty_window[0] else 0
+    bias = dict(zip(state.bias_ids[0].tolist(), state.bias_values[0].tolist(), strict=True))
+    found = []
+    for token, logit in enumerate(logits):
+        places = [i for i in range(first, position) if state.history[0, i] == token]
+        count = sum(i >= state.prompt_tokens[0] for i in places)
+        x = logit + bias.get(token, 0.0)
+        if places:
+            r = float(state.repetition_penalty[0])
+            x = x / r if x > 0 else x * r
+        if count:
+            x -= float(state.frequency_penalty[0]) * count + float(state.presence_penalty[0])
+        found.append(x)
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 100])
+@pytest.mark.parametrize("prompt", [0, 5, 12, 20])
+def test_bias_and_penalties(window: int, prompt: int) -> None:
+    state, position = state_of(1), 12
+    state.history[0] = rng.integers(-1, 9, 32)  # -1 and 8: no token of these eight
+    state.prompt_tokens[0], state.penalty_window[0] = prompt, window
+    state.repetition_penalty[0] = 1.75
+    state.presence_penalty[0], state.frequency_penalty[0] = 0.5, -0.25
+    state.bias_count[0] = 1024
+    state.bias_ids[0] = -np.arange(1024) - 100
+    state.bias_ids[0, :2], state.bias_values[0, :2], state.bias_count[0] = (3, 6), (4, -9), 2
+    logits = normal(8)
+    found = sampling.adjust(logits, state, 0, position)
+    np.testing.assert_allclose(
+        found, adjusted_one_by_one(logits.tolist(), state, position), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_never_is_no_error_until_nothing_is_left() -> None:
+    logits = np.array([[-np.inf, 1, -np.inf, 0.5]] * 3, F32)
+    logits[1] = -np.inf
+    logits[2, 3] = np.inf
+    state, out = state_of(3), output_of(3)
+    state.temperature[:], state.logprobs[:] = 1.0, 4
+    ops.sample(logits, batch_of([0, 1, 2], [4] * 3, np.zeros((3, 1), np.int32)), state, out)
+    assert out.finish.tolist() == [RUNNING, NOT_FINITE, NOT_FINITE]
+    assert out.tokens[0] in (1, 3)
+    assert out.logprob_ids[0, 1:].tolist() == [1, 3] + [-1] * 18

@@ -28,11 +28,16 @@ void begin(const BeginArgs& args, Team& team) {
   if (team.rank != 0) return;
   const BatchView& batch = args.batch;
   for (std::int64_t t = 0; t < batch.num_tokens; ++t) {
-    if (!batch.continues[t]) continue;
     const std::int32_t slot = batch.slots[t];
-    batch.tokens[t] = args.state.last_token[slot];
-    batch.positions[t] = args.state.next_position[slot];
-    batch.rope_positions[t] = args.state.next_position[slot];
+    if (batch.continues[t]) {
+      batch.tokens[t] = args.state.last_token[slot];
+      batch.positions[t] = args.state.next_position[slot];
+      batch.rope_positions[t] = args.state.next_position[slot];
+    }
+    const std::int64_t position = batch.positions[t];
+    if (position < args.state.context) {  // a finished slot may go past the end
+      args.state.history[slot * args.state.context + position] = batch.tokens[t];
+    }
   }
 }
 

@@ -18,22 +18,26 @@ struct BatchView {
 };
 
 struct SlotView {
-  std::int32_t *last_token, *next_position, *finished;
-  const std::int32_t *max_position, *stop_ids, *top_k;
-  const float *temperature, *top_p, *min_p;
+  std::int32_t *last_token, *next_position, *finished, *history;
+  const std::int32_t *max_position, *stop_ids, *top_k, *prompt_tokens, *penalty_window, *bias_count,
+      *bias_ids, *logprobs;
+  const float *temperature, *top_p, *min_p, *repetition_penalty, *presence_penalty,
+      *frequency_penalty, *bias_values;
   const std::uint64_t* seed;
-  std::int64_t num_stop_ids;  // of each slot
+  std::int64_t num_stop_ids, num_biases, context;  // of each slot
 };
 
 struct OutputView {
-  std::int32_t *tokens, *finish;
+  std::int32_t *tokens, *finish, *logprob_ids;
   float* logprobs;
+  std::int64_t num_logprobs;  // of each row
 };
 
 std::unique_ptr<Command> make_begin(const BatchView& batch, const SlotView& state);
+// adjusted [outputs, vocab]: scratch for the logits of rows with a bias or penalties.
 std::unique_ptr<Command> make_sample(const float* logits, std::int64_t vocab,
                                      const BatchView& batch, const SlotView& state,
-                                     const OutputView& out);
+                                     const OutputView& out, float* adjusted);
 std::unique_ptr<Command> make_rms_norm(const RmsNormArgs& args);
 std::unique_ptr<Command> make_rope(const RopeArgs& args);
 // out [tokens, pairs, 2]: cos and sin of float32(position) * inv_freq, times scale.

@@ -79,11 +79,18 @@ struct AttentionArgs {
   std::int64_t window;    // 0: none
 };
 
-// Over a part of a row of logits.
+// Over a part of a row of logits. -inf is a token that is never chosen.
 struct RowStats {
-  float max, min;
-  bool is_finite;
-  double sum;  // of exp(x - max)
+  float max, min;   // min: of what is not -inf
+  bool is_bad;      // it holds a NaN or +inf
+  double sum;       // of exp(x - max), where it was asked for
+};
+
+// How often a token occurs in a slot's history: 0 not at all, else 1 + 2 * times generated.
+using Occurrence = std::uint32_t;
+
+struct Penalties {
+  float repetition, presence, frequency;
 };
 
 struct Histogram {
@@ -108,7 +115,12 @@ struct Kernels {
   // The most rows that fit in local_bytes, at most 16; 0 if not even one does.
   std::int64_t (*attention_rows)(const KvLayout&, std::int64_t table_width,
                                  std::int64_t local_bytes);
-  RowStats (*row_stats)(const float* x, std::int64_t n);
+  RowStats (*row_stats)(const float* x, std::int64_t n, bool with_sum);
+  // x [n] holds Occurrences and is overwritten by the penalised logits.
+  void (*penalise)(const Penalties&, const float* logits, std::int64_t n, float* x);
+  // The `most` largest that are not -inf, largest first, equal ones by id; returns how many.
+  std::int64_t (*best)(const float* x, std::int64_t n, std::int64_t most, std::int32_t* ids,
+                       float* values);
   // Fills the histogram; returns how many candidates have exp(x - top) >= least.
   std::int64_t (*histogram)(const Spectrum&, float least, Histogram*);
   // Ids of one bucket's candidates in ascending order, and exp(x - top) of each.

@@ -159,21 +159,36 @@ struct SlotArrays {
       : last_token(field<std::int32_t>(s, "last_token")),
         next_position(field<std::int32_t>(s, "next_position")),
         finished(field<std::int32_t>(s, "finished")),
+        history(field<std::int32_t>(s, "history")),
         max_position(field<const std::int32_t>(s, "max_position")),
         stop_ids(field<const std::int32_t>(s, "stop_ids")),
         top_k(field<const std::int32_t>(s, "top_k")),
+        prompt_tokens(field<const std::int32_t>(s, "prompt_tokens")),
+        penalty_window(field<const std::int32_t>(s, "penalty_window")),
+        bias_count(field<const std::int32_t>(s, "bias_count")),
+        bias_ids(field<const std::int32_t>(s, "bias_ids")),
+        logprobs(field<const std::int32_t>(s, "logprobs")),
         temperature(field<const float>(s, "temperature")),
         top_p(field<const float>(s, "top_p")),
         min_p(field<const float>(s, "min_p")),
+        repetition_penalty(field<const float>(s, "repetition_penalty")),
+        presence_penalty(field<const float>(s, "presence_penalty")),
+        frequency_penalty(field<const float>(s, "frequency_penalty")),
+        bias_values(field<const float>(s, "bias_values")),
         seed(field<const std::uint64_t>(s, "seed")) {}
   SlotView view() const {
-    return {last_token.data(), next_position.data(), finished.data(), max_position.data(),
-            stop_ids.data(), top_k.data(), temperature.data(), top_p.data(), min_p.data(),
-            seed.data(), static_cast<std::int64_t>(stop_ids.shape(1))};
+    const auto width = [](const auto& x) { return static_cast<std::int64_t>(x.shape(1)); };
+    return {last_token.data(), next_position.data(), finished.data(), history.data(),
+            max_position.data(), stop_ids.data(), top_k.data(), prompt_tokens.data(),
+            penalty_window.data(), bias_count.data(), bias_ids.data(), logprobs.data(),
+            temperature.data(), top_p.data(), min_p.data(), repetition_penalty.data(),
+            presence_penalty.data(), frequency_penalty.data(), bias_values.data(), seed.data(),
+            width(stop_ids), width(bias_ids), width(history)};
   }
-  IntsOut last_token, next_position, finished;
-  Ints max_position, stop_ids, top_k;
-  Floats temperature, top_p, min_p;
+  IntsOut last_token, next_position, finished, history;
+  Ints max_position, stop_ids, top_k, prompt_tokens, penalty_window, bias_count, bias_ids, logprobs;
+  Floats temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+      bias_values;
   Array<const std::uint64_t> seed;
 };
 
@@ -181,9 +196,13 @@ struct OutputArrays {
   explicit OutputArrays(nb::handle o)
       : tokens(field<std::int32_t>(o, "tokens")),
         finish(field<std::int32_t>(o, "finish")),
+        logprob_ids(field<std::int32_t>(o, "logprob_ids")),
         logprobs(field<float>(o, "logprobs")) {}
-  OutputView view() const { return {tokens.data(), finish.data(), logprobs.data()}; }
-  IntsOut tokens, finish;
+  OutputView view() const {
+    return {tokens.data(), finish.data(), logprob_ids.data(), logprobs.data(),
+            static_cast<std::int64_t>(logprobs.shape(1))};
+  }
+  IntsOut tokens, finish, logprob_ids;
   FloatsOut logprobs;
 };
 
@@ -206,12 +225,15 @@ void begin(Engine& engine, nb::handle batch, nb::handle state) {
   engine.submit(make_begin(b.view(), s.view()), b, s);
 }
 
-void sample(Engine& engine, Floats logits, nb::handle batch, nb::handle state, nb::handle out) {
+void sample(Engine& engine, Floats logits, nb::handle batch, nb::handle state, nb::handle out,
+            FloatsOut adjusted) {
   const BatchArrays b(batch);
   const SlotArrays s(state);
   const OutputArrays o(out);
   const std::int64_t vocab = static_cast<std::int64_t>(logits.shape(1));
-  engine.submit(make_sample(logits.data(), vocab, b.view(), s.view(), o.view()), logits, b, s, o);
+  engine.submit(
+      make_sample(logits.data(), vocab, b.view(), s.view(), o.view(), adjusted.data()), logits, b,
+      s, o, adjusted);
 }
 
 void rms_norm(Engine& engine, Floats x, Floats weight, FloatsOut out, float eps, bool accumulate) {
@@ -338,7 +360,8 @@ NB_MODULE(_cpu, m) {
       .def("recorded", &Engine::recorded, nb::rv_policy::take_ownership)
       .def("replay", &Engine::replay, "recording"_a)
       .def("begin", begin, "batch"_a, "state"_a)
-      .def("sample", sample, same("logits"), "batch"_a, "state"_a, "out"_a)
+      .def("sample", sample, same("logits"), "batch"_a, "state"_a, "out"_a,
+           same("adjusted"))
       .def("rms_norm", rms_norm, same("x"), same("weight"), same("out"), "eps"_a,
            "accumulate"_a)
       .def("softcap", softcap, same("x"), "cap"_a)

@@ -5,8 +5,6 @@ namespace voltapile {
 namespace VOLTAPILE_ISA {
 namespace {
 
-inline bool is_finite(float x) { return x - x == 0.0f; }
-
 // Calls f(values, start) for vectors of x, the last one padded with `fill`.
 template <class F>
 inline void for_vectors(const float* x, std::int64_t n, float fill, F f) {
@@ -18,20 +16,74 @@ inline void for_vectors(const float* x, std::int64_t n, float fill, F f) {
   f(load(rest), i);
 }
 
-inline RowStats row_stats(const float* x, std::int64_t n) {
-  Vec high = splat(x[0]), low = high, check = splat(0.0f);
+constexpr float kInfinity = __builtin_inff();
+
+inline bool any_lane(Int mask) {
+  std::int32_t any = 0;
+  for (int i = 0; i < W; ++i) any |= mask[i];
+  return any != 0;
+}
+
+inline RowStats row_stats(const float* x, std::int64_t n, bool with_sum) {
+  const Vec infinity = splat(kInfinity);
+  Vec high = -infinity, low = infinity;
+  Int good = vec_to_bits(high) == vec_to_bits(high);  // all ones
   for_vectors(x, n, x[0], [&](Vec v, std::int64_t) {
-    high = high > v ? high : v;
-    low = low < v ? low : v;
-    check = check + v * splat(0.0f);  // NaN if anything is not finite
+    high = v > high ? v : high;
+    low = (v < low) & (v > -infinity) ? v : low;
+    good &= v < infinity;  // false for a NaN
   });
-  RowStats stats{max_lanes(high), -max_lanes(-low), is_finite(sum_lanes(check)), 0.0};
-  if (!stats.is_finite) return stats;
+  RowStats stats{max_lanes(high), -max_lanes(-low), any_lane(~good), 0.0};
+  if (!with_sum || stats.is_bad || stats.max == -kInfinity) return stats;
   const Vec top = splat(stats.max);
-  for_vectors(x, n, -__builtin_inff(), [&](Vec v, std::int64_t) {
+  for_vectors(x, n, -kInfinity, [&](Vec v, std::int64_t) {
     stats.sum += static_cast<double>(sum_lanes(exp_vec(v - top)));
   });
   return stats;
+}
+
+// kernels/random.md's penalties; the same operations as penalised() of sample_adjust.h.
+inline void penalise(const Penalties& p, const float* logits, std::int64_t n, float* x) {
+  const Vec repetition = splat(p.repetition), presence = splat(p.presence);
+  const Vec frequency = splat(p.frequency), zero = splat(0.0f);
+  const Int one = vec_to_bits(zero) + 1;
+  const auto apply = [&](Vec v, Int seen) {
+    const Int count = (seen >> 1) & 0x7fffffff;
+    const Vec repeated = v > zero ? v / repetition : v * repetition;
+    v = seen >= one ? repeated : v;
+    const Vec less = v - (frequency * __builtin_convertvector(count, Vec) + presence);
+    return count >= one ? less : v;
+  };
+  std::int64_t i = 0;
+  for (; i + W <= n; i += W) store(x + i, apply(load(logits + i), vec_to_bits(load(x + i))));
+  if (i == n) return;
+  float v[W] = {}, seen[W] = {};
+  __builtin_memcpy(v, logits + i, (n - i) * sizeof(float));
+  __builtin_memcpy(seen, x + i, (n - i) * sizeof(float));
+  store(v, apply(load(v), vec_to_bits(load(seen))));
+  __builtin_memcpy(x + i, v, (n - i) * sizeof(float));
+}
+
+inline std::int64_t best(const float* x, std::int64_t n, std::int64_t most, std::int32_t* ids,
+                         float* values) {
+  std::int64_t found = 0;
+  float least = -kInfinity;  // what a new one must exceed
+  if (most <= 0) return 0;
+  for_vectors(x, n, -kInfinity, [&](Vec v, std::int64_t start) {
+    if (!any_lane(v > splat(least))) return;
+    for (int lane = 0; lane < W; ++lane) {
+      if (!(v[lane] > least)) continue;
+      std::int64_t place = found < most ? found++ : most - 1;
+      for (; place > 0 && values[place - 1] < v[lane]; --place) {
+        values[place] = values[place - 1];
+        ids[place] = ids[place - 1];
+      }
+      values[place] = v[lane];
+      ids[place] = static_cast<std::int32_t>(start + lane);
+      if (found == most) least = values[most - 1];
+    }
+  });
+  return found;
 }
 
 struct Binned {
@@ -69,9 +121,7 @@ inline std::int64_t gather_bucket(const Spectrum& s, std::int64_t bucket, std::i
   for_vectors(s.logits, s.n, s.logits[0], [&](Vec v, std::int64_t start) {
     const Binned part = bin(s, v);
     const Int same = part.bucket == static_cast<std::int32_t>(bucket);
-    std::int32_t any = 0;
-    for (int i = 0; i < W; ++i) any |= same[i];
-    if (!any) return;
+    if (!any_lane(same)) return;
     for (int i = 0; i < W && start + i < s.n; ++i) {
       if (!same[i]) continue;
       ids[found] = static_cast<std::int32_t>(start + i);

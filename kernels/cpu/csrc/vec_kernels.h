@@ -15,8 +15,8 @@ namespace VOLTAPILE_ISA {
 namespace {
 
 constexpr Kernels make_kernels() {
-  return {rms_norm,  rope,      store_kv,  attention,
-          attention_rows, row_stats, histogram, gather_bucket};
+  return {rms_norm,  rope,     store_kv, attention, attention_rows,
+          row_stats, penalise, best,     histogram, gather_bucket};
 }
 
 }  // namespace
