@@ -25,8 +25,8 @@ from voltapile.kernels.ops import (
 )
 from voltapile.shm.board import Board
 from voltapile.shm.gguf import Gguf
+from voltapile.topology.architectures import spec_of
 from voltapile.topology.plan import Plan
-from voltapile.topology.spec import spec_of
 from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import Caches
 from voltapile.workers.models.registry import model_class

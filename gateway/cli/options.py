@@ -50,8 +50,8 @@ def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
     from voltapile.kernels.backend import describe
     from voltapile.shm.gguf import Gguf
     from voltapile.topology import machine
+    from voltapile.topology.architectures import spec_of
     from voltapile.topology.plan import Backend, Options, plan
-    from voltapile.topology.spec import spec_of
 
     options = Options(
         context=args.ctx_size,

@@ -67,7 +67,7 @@ def read_ids(args: argparse.Namespace) -> np.ndarray:
     """The token ids to score, checked against the vocabulary."""
     from voltapile.gateway.tokenizer import Tokenizer
     from voltapile.shm.gguf import Gguf
-    from voltapile.topology.spec import spec_of
+    from voltapile.topology.architectures import spec_of
 
     with Gguf.open(args.model) as gguf:
         rows = spec_of(gguf).vocab

@@ -15,7 +15,7 @@ BACKEND = Backend(
 SPEC = Spec(
     architecture="llama", name="", context=64, layers=2, width=8, vocab=1000, heads=2, kv_heads=1,
     key_dim=4, value_dim=4, ffn=16, eps=0, rope=Rope(layout="norm", dims=4, base=10), tied=True,
-    caches=(),
+    attention_scale=0.5, caches=(),
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from voltapile.shm.gguf import Gguf
 from voltapile.topology import machine
+from voltapile.topology.architectures import spec_of
 from voltapile.topology.machine import Machine
 from voltapile.topology.plan import (
     Backend,
@@ -23,7 +24,7 @@ from voltapile.topology.plan import (
     plan_id,
     to_json,
 )
-from voltapile.topology.spec import Spec, spec_of
+from voltapile.topology.spec import Spec
 
 DATA = Path(__file__).parents[1] / "data"
 BACKEND = Backend(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from voltapile.kernels.reference.ops import ReferenceOps
 from voltapile.shm.gguf import Gguf
-from voltapile.topology.spec import spec_of
+from voltapile.topology.architectures import spec_of
 from voltapile.workers.models.blocks import qkv
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.weights import FileWeights

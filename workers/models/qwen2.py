@@ -1,0 +1,15 @@
+"""Architecture "qwen2": as llama, with biases on q, k and v.
+
+Attributes are named after the GGUF tensors. Knows Ops and Spec; neither backend nor ranks.
+"""
+
+from __future__ import annotations
+
+from voltapile.kernels.ops import Ops
+from voltapile.topology.spec import Spec
+from voltapile.workers.models.blocks import Decoder, PreNormBlock, Weights
+
+
+class Qwen2(Decoder):
+    def block(self, spec: Spec, weights: Weights, layer: int, ops: Ops) -> PreNormBlock:
+        return PreNormBlock(spec, weights, layer, ops)
