@@ -87,9 +87,7 @@ class Scheduler:
                 "context_length_exceeded",
                 "max_tokens",
             )
-        sampling = msgspec.structs.replace(
-            sampling, max_position=last, prompt_tokens=len(prompt)
-        )
+        sampling = msgspec.structs.replace(sampling, max_position=last, prompt_tokens=len(prompt))
         request = Request(self._next_request, prompt, sampling, want)
         self._next_request += 1
         self._by_id[request.id] = request
