@@ -1,4 +1,4 @@
-"""Engine: the gateway's side of the workers. Owns the ROUTER socket and the scheduler.
+"""Engine: the gateway's side of the workers. Owns the Wire and the scheduler.
 
 Event-driven: whenever a request arrives or a Result comes, Steps leave until as many are in flight
 as the Plan allows. A lost worker sends every running request back to its known tokens; open streams
@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
-import zmq
-import zmq.asyncio
 from voltapile.gateway.request import Chunk, Refused, Request
 from voltapile.gateway.scheduler import Scheduler
 from voltapile.gateway.stream import Stream
 from voltapile.gateway.supervisor import Restarts, Supervisor, is_taken
+from voltapile.gateway.wire import Wire
 from voltapile.topology.endpoint import prepare
 from voltapile.topology.plan import Plan
 from voltapile.workers.protocol import (
@@ -122,21 +121,8 @@ class Engine:
         prepare(self.plan.endpoint)
         if is_taken(self.plan.endpoint):
             raise OSError(f"another gateway listens at {self.plan.endpoint}")
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.LINGER, 200)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a new worker takes the name of a dead one
-        try:
-            self._socket.bind(self.plan.endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise OSError(f"cannot listen at {self.plan.endpoint}: {error}") from error
-        self._tasks = [
-            asyncio.create_task(self._receive()),
-            asyncio.create_task(self._watch()),
-        ]
+        self._wire = Wire(self.plan.endpoint, self._receive)
+        self._tasks = [asyncio.create_task(self._watch())]
         if self._supervisor is not None:
             self._tasks.append(asyncio.create_task(self._keep_alive(self._supervisor)))
         for task in self._tasks:
@@ -153,7 +139,7 @@ class Engine:
         self._send(Stop(reason="the gateway ends"))
         if self._supervisor is not None:
             await self._supervisor.stop()
-        self._context.destroy(linger=200)
+        self._wire.close()
 
     # --- what the HTTP layer calls --------------------------------------------------------
 
@@ -218,23 +204,21 @@ class Engine:
             self._send(step)
 
     def _send(self, message: Message) -> None:
-        # Without a limit on the queue a send never waits, so its future is done already; what is
-        # sent to nobody is dropped, and _watch or a new Ready finds that out.
+        # What is sent to nobody is dropped, and _watch or a new Ready finds that out.
         frames = encode(message)
         for name in self._names:
-            self._socket.send_multipart([name.encode(), *frames])
+            self._wire.send(name, frames)
 
-    async def _receive(self) -> None:
-        while True:
-            sender, *frames = await self._socket.recv_multipart()
-            name = sender.decode(errors="replace")
-            if name not in self._names:
-                log.warning("a message from %r, which is not in the plan", name)
-                continue
-            try:
-                self._handle(name, decode(frames))
-            except ProtocolError as error:
-                self._lose(f"{name} does not speak as agreed: {error}")
+    def _receive(self, name: str, frames: list[bytes]) -> None:
+        if name not in self._names:
+            log.warning("a message from %r, which is not in the plan", name)
+            return
+        try:
+            self._handle(name, decode(frames))
+        except ProtocolError as error:
+            self._lose(f"{name} does not speak as agreed: {error}")
+        except Exception as error:
+            self._broken(error)
 
     def _handle(self, name: str, message: Message) -> None:
         match message:
@@ -371,7 +355,10 @@ class Engine:
         return now - self._sent_at if self._scheduler.in_flight else 0.0
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Our own mistake; say it and answer everybody rather than hang."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the engine's task ended", exc_info=error)
-            self._give_up(f"internal error: {error!r}")
+            self._broken(error)
+
+    def _broken(self, error: BaseException) -> None:
+        """Our own mistake; say it and answer everybody rather than hang."""
+        log.error("the engine failed", exc_info=error)
+        self._give_up(f"internal error: {error!r}")

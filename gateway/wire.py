@@ -1,0 +1,73 @@
+"""Wire: the gateway's end of ZeroMQ, a ROUTER socket read straight from the event loop.
+
+zmq.asyncio wraps each message in futures, which costs more than the message; here a readable
+descriptor is a call. It moves frames and knows neither records nor workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import zmq
+
+LINGER_MS = 200  # a Stop may still be on its way
+BATCH = 64  # messages taken before others in the event loop have their turn
+
+Frames = Sequence[bytes | memoryview]
+
+
+class Wire:
+    """take(sender, frames) is called for each message, in the event loop that makes this.
+
+    Raises OSError if it cannot listen at `endpoint`.
+    """
+
+    def __init__(self, endpoint: str, take: Callable[[str, list[bytes]], None]) -> None:
+        self._take = take
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, LINGER_MS)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a new worker takes the name of a dead one
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(f"cannot listen at {endpoint}: {error}") from error
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = self._socket.get(zmq.FD)
+        self._looks_later = False
+        self._loop.add_reader(self._descriptor, self._read)
+
+    def send(self, name: str, frames: Frames) -> None:
+        """Never waits, as the queue has no limit; what is sent to nobody is dropped."""
+        self._socket.send_multipart([name.encode(), *frames], zmq.NOBLOCK)
+        self._look_later()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._context.destroy(linger=LINGER_MS)
+
+    def _read(self) -> None:
+        if self._socket.closed:
+            return
+        self._looks_later = True  # what is sent meanwhile needs no further look
+        more = True
+        try:
+            for _ in range(BATCH):
+                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                self._take(sender.decode(errors="replace"), frames)
+        except zmq.Again:
+            more = False
+        finally:
+            self._looks_later = False
+        if more:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        """The descriptor tells of news once only, and any call on the socket may be told it."""
+        if not self._looks_later:
+            self._looks_later = True
+            self._loop.call_soon(self._read)
