@@ -14,6 +14,17 @@ from voltapile.workers.protocol import Copy, Row, Sampling, Step, Want
 Make = Callable[..., Any]
 BACKENDS = ["reference", "cpu"]
 SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7}
+PENALISED = {
+    "temperature": 0.9,
+    "seed": 11,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.3,
+    "logit_bias": {5: 2.0, 9: -100.0},
+}
+WAYS = pytest.mark.parametrize(
+    "sampling", [{}, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"]
+)
 rng = np.random.default_rng(3)
 PROMPTS = [rng.integers(0, 650, size).tolist() for size in (70, 5, 133, 64)]
 
@@ -29,14 +40,14 @@ def engine(mini: Path, engine_for: Make, backend: str) -> Any:
 
 
 def alone(driver: Any, count: int, **sampling: Any) -> list[list[int]]:
-    return [driver.generate(prompt, count, **sampling) for prompt in PROMPTS]
+    return [driver.generate(p, count, prompt_tokens=len(p), **sampling) for p in PROMPTS]
 
 
 def together(driver: Any, count: int, slots: Sequence[int], **sampling: Any) -> list[list[int]]:
     """All prompts in one step, then all continue in one step each."""
     rows = []
     for slot, prompt in zip(slots, PROMPTS, strict=True):
-        rows += driver.start(slot, prompt, count, **sampling)
+        rows += driver.start(slot, prompt, count, prompt_tokens=len(prompt), **sampling)
     tokens = [list(answer.tokens) for answer in driver.step(rows)]
     for _ in range(count - 1):
         for mine, answer in zip(tokens, driver.step([Row(slot=s) for s in slots]), strict=True):
@@ -46,7 +57,7 @@ def together(driver: Any, count: int, slots: Sequence[int], **sampling: Any) -> 
     return tokens
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@WAYS
 def test_company_changes_nothing(engine: Any, drive: Make, sampling: dict[str, Any]) -> None:
     driver = drive(engine)
     assert together(driver, 12, (2, 0, 3, 1), **sampling) == alone(driver, 12, **sampling)
@@ -81,7 +92,9 @@ def test_company_changes_no_bit(mini: Path, engine_for: Make, drive: Make) -> No
 def test_chunks_change_nothing(engine: Any, drive: Make, chunk: int) -> None:
     driver = drive(engine)
     for prompt in PROMPTS:
-        assert driver.generate(prompt, 8, chunk=chunk) == driver.generate(prompt, 8)
+        for sampling in ({}, PENALISED):
+            whole = driver.generate(prompt, 8, **sampling)
+            assert driver.generate(prompt, 8, chunk=chunk, **sampling) == whole
 
 
 def test_pages_in_any_order(engine: Any, drive: Make) -> None:
@@ -112,7 +125,7 @@ def test_replay_equals_eager(mini: Path, engine_for: Make, drive: Make) -> None:
         pytest.skip("this backend does not record")
     eager = engine_for(mini / "llama/model-f16.gguf", "cpu")
     eager.graphs = {}
-    for sampling in ({}, SAMPLED):
+    for sampling in ({}, SAMPLED, PENALISED):
         expected = alone(drive(eager), 12, **sampling)
         assert alone(drive(recorded), 12, **sampling) == expected
         assert together(drive(recorded), 12, (0, 1, 2, 3), **sampling) == expected
@@ -198,6 +211,62 @@ def test_sampling_follows_seed_and_position_alone(engine: Any, drive: Make) -> N
     assert resumed == first[10:]
 
 
+@pytest.mark.parametrize("window", [0, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_penalties_survive_a_restart(
+    engine: Any, drive: Make, temperature: float, window: int
+) -> None:
+    """All known tokens come again, in chunks and in a slot that somebody else has used."""
+    driver, prompt = drive(engine), PROMPTS[0]
+    sampling = PENALISED | {"temperature": temperature, "penalty_window": window}
+    sampling["prompt_tokens"] = len(prompt)
+    first = driver.generate(prompt, 24, **sampling)
+    driver.generate(PROMPTS[2], 5, slot=2)
+    assert 9 not in first
+    for known in (1, 10, 23):
+        again = driver.generate([*prompt, *first[:known]], 24 - known, 2, 64, **sampling)
+        assert again == first[known:]
+
+
+def test_penalties_do_what_they_say(engine: Any, drive: Make) -> None:
+    """Greedy with penalties is the argmax of the penalised logits, found by hand."""
+    driver, prompt = drive(engine), PROMPTS[1]
+    sampling = PENALISED | {"temperature": 0.0, "prompt_tokens": len(prompt)}
+    sampling |= {"repetition_penalty": 0.5, "frequency_penalty": 2.0}  # the prompt's, once each
+    tokens = driver.generate(prompt, 12, **sampling)
+    assert tokens != driver.generate(prompt, 12)
+    known = np.array(prompt + tokens, np.int32)
+    logits = np.concatenate(list(engine.prompt_logits(known)))
+    for n, token in enumerate(tokens):
+        x = logits[len(prompt) + n - 1].astype(np.float64)
+        x[5] += 2.0
+        x[9] -= 100.0
+        for seen in set(prompt + tokens[:n]):
+            x[seen] = x[seen] / 0.5 if x[seen] > 0 else x[seen] * 0.5
+        for seen in set(tokens[:n]):
+            x[seen] -= 0.4 + 2.0 * tokens[:n].count(seen)
+        assert x[token] >= x.max() - 1e-3
+
+
+def test_a_reused_prefix_counts(engine: Any, drive: Make) -> None:
+    """Its pages were computed for somebody else: the row's history says what they hold."""
+    driver, prompt = drive(engine), PROMPTS[2]
+    sampling = {"repetition_penalty": 0.5, "prompt_tokens": len(prompt)}
+    expected = driver.generate(prompt, 8, **sampling)
+    assert expected != driver.generate(prompt, 8)
+    driver.step(driver.start(0, prompt[:128], 0))
+    shared = [pages[:2] for pages in driver.held[0]]
+    row = driver.start(1, prompt, 8, **sampling)[0]
+    own = [pages[2:] for pages in driver.held[1]]
+    row.pages = [a + b for a, b in zip(shared, own, strict=True)]
+    row.history, row.start = np.array(prompt[:128], np.int32), 128
+    row.tokens = row.tokens[128:]
+    tokens = list(driver.step([row])[0].tokens)
+    for _ in range(7):
+        tokens += driver.step([Row(slot=1)])[0].tokens
+    assert tokens == expected
+
+
 def test_logprobs_of_the_chosen_token(engine: Any, drive: Make) -> None:
     driver = drive(engine)
     row = driver.start(0, PROMPTS[1], 2)[0]
@@ -209,6 +278,31 @@ def test_logprobs_of_the_chosen_token(engine: Any, drive: Make) -> None:
     [[(token, value)]] = answer.logprobs
     assert token == int(logits.argmax()) == answer.tokens[0]
     assert value == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_best_alternatives(engine: Any, drive: Make) -> None:
+    """Of the model's own distribution, whatever the request does to it; for its row alone."""
+    driver, prompt = drive(engine), PROMPTS[1]
+    rows = []
+    for slot, count in ((0, 20), (1, -1), (2, 3)):
+        row = driver.start(slot, prompt, 4, **PENALISED)[0]
+        row.want = Want(logprobs=count)
+        rows.append(row)
+    answers = [driver.step(rows), driver.step([Row(slot=slot) for slot in range(3)])]
+    known = np.array([*prompt, *answers[0][0].tokens], np.int32)
+    logits = np.concatenate(list(engine.prompt_logits(known)))
+    for n, answer in enumerate(answers):
+        x = logits[len(prompt) - 1 + n].astype(np.float64)
+        x -= x.max() + np.log(np.exp(x - x.max()).sum())
+        assert [len(a.logprobs) for a in answer] == [1, 0, 1]
+        assert [len(a.logprobs[0]) for a in (answer[0], answer[2])] == [21, 4]
+        assert answer[0].logprobs[0][:4] == answer[2].logprobs[0]
+        for a in (answer[0], answer[2]):
+            ids, values = zip(*a.logprobs[0], strict=True)
+            assert ids[0] == a.tokens[0]
+            assert sorted(values[1:], reverse=True) == list(values[1:])
+            np.testing.assert_allclose(values, x[list(ids)], atol=2e-3)
+            assert set(ids[1:4]) == set(np.argsort(-x)[:3].tolist())
 
 
 def test_a_bad_number_is_that_requests_error(engine: Any, drive: Make) -> None:
