@@ -25,9 +25,14 @@ CHUNK = 64
 
 
 @pytest.fixture(scope="session")
-def mini() -> Path:
+def data() -> Path:
+    return ROOT / "tests/data"
+
+
+@pytest.fixture(scope="session")
+def mini(data: Path) -> Path:
     """The small golden models, committed."""
-    return ROOT / "tests/data/golden-mini"
+    return data / "golden-mini"
 
 
 @pytest.fixture(scope="session")
