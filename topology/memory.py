@@ -5,6 +5,7 @@ Upper bounds, because workers allocate what the Plan says and nothing else.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ SLOT_BYTES = 8704  # one slot's state (8,324 bytes in use: a bias takes 8,192) a
 TOKEN_BYTES = 64  # one token's fields in the step's input, on the host and on the device
 ALLOCATION_BYTES = 64  # alignment of each scratch array
 LAYER_ARRAYS = 64  # more than a layer and the ends of a step allocate
+MOST_COLUMNS = 2**26  # more pages than any memory holds
 
 
 class PlanError(ValueError):
@@ -25,62 +27,100 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that depend on neither the context nor the number of pages, and those that do."""
+    """Bytes that depend on neither the context nor the number of pages, and those that do.
+
+    Pages of all groups follow from one number, `columns`: how many a group without a window gives
+    out. One with a window gives out as many, but never more than its slots can hold at once.
+    """
 
     scratch: int
     slots: int
     reserve: int
-    page: int  # one page of every cache group
+    page: tuple[int, ...]  # of each cache group
+    most: tuple[int, ...]  # pages that each group can use
     table: int  # one more page in every slot's tables
     history: int  # the tokens of one more page in every slot
-
-    @property
-    def column(self) -> int:
-        """One more page of every group, for as long as it makes the context longer."""
-        return self.page + self.table + self.history
 
     @property
     def fixed(self) -> int:
         return self.scratch + self.slots + self.reserve
 
+    def pages(self, columns: int) -> list[int]:
+        """Of each group, the trash page included."""
+        return [1 + min(columns, most) for most in self.most]
 
-def sizes(spec: Spec, backend: Backend, caches: list[CacheGroup], slots: int, batch: int) -> Sizes:
+    def kv(self, columns: int) -> int:
+        return sum(n * size for n, size in zip(self.pages(columns), self.page, strict=True))
+
+    def growing(self, columns: int) -> int:
+        """What pages, tables and histories of so long a context take."""
+        return self.kv(columns) + (columns + 1) * (self.table + self.history)
+
+    def columns(self, nbytes: int) -> int:
+        """Most columns that fit into `nbytes`."""
+        return max(0, bisect_right(range(MOST_COLUMNS), nbytes, key=self.growing) - 1)
+
+
+def sizes(
+    spec: Spec,
+    backend: Backend,
+    caches: list[CacheGroup],
+    slots: int,
+    batch: int,
+    steps_in_flight: int,
+) -> Sizes:
     """caches: groups whose pages are not counted yet."""
     return Sizes(
         scratch=scratch_bytes(spec, backend, batch, slots),
         slots=(slots + 1) * SLOT_BYTES + (batch + slots) * TOKEN_BYTES,
         reserve=backend.reserve_bytes,
-        page=sum(group.page_bytes for group in caches),
+        page=tuple(group.page_bytes for group in caches),
+        most=tuple(_most_pages(group, slots, steps_in_flight * batch) for group in caches),
         table=2 * 4 * (slots + 1) * len(caches),  # int32, on the host and on the device
         history=4 * (slots + 1) * backend.page_tokens,
     )
+
+
+def _most_pages(group: CacheGroup, slots: int, tokens: int) -> int:
+    """Pages that `slots` requests can use while `tokens` tokens of theirs are in flight.
+
+    A window and n tokens touch at most ceil(window / page) + ceil(n / page) + 2 pages. Each slot
+    gets as many as a window touches once more, for the ends of prefixes that are kept.
+    """
+    if not group.window:
+        return MOST_COLUMNS
+    window = -(-group.window // group.page_tokens)
+    return slots * (2 * window + 3) + -(-tokens // group.page_tokens)
 
 
 def scratch_bytes(spec: Spec, backend: Backend, batch: int, slots: int) -> int:
     """Most scratch memory of a step of T tokens and R sampled rows, all arrays float32.
 
     A = backend.activation_bytes: what a linear's input costs again in the backend's own form.
-    Of one layer, everything lives until its end; the next layer takes the same place.
+    A layer's attention and its FFN take turns in the same place.
 
         ends    4 T (D + rope) + (4 + A) T D + 4 T D    residual, angles, sampled rows, their norm
                 + 2 * 4 R V                             logits, and the sampler's copy
-        layer   2 (4 + A) T D                           two norms
-                + 4 T (q + k + v) + (4 + A) T o         projections, attention's output
-                + 4 T H (v_dim + 2)                     attention's partial sums
-                + 2 * 4 T F + (4 + A) T F               gate, up, their product
+        attention (4 + A) T D                           norm
+                + 4 T (2 q + 2 k + v) + (4 + A) T o     projections, norms of heads, output
+                + 4 T H (v_dim + 2) + 4 T D             partial sums, output before its norm
+        FFN     (4 + A) T D                             norm
+                + 2 * 4 T F + (4 + A) T F + 4 T D       gate, up, their product, output
 
     q, o = H * key_dim, H * value_dim; k, v alike for KV heads; F = ffn. R is slots, but a prompt's
     probabilities take hidden rows of all T tokens, so the ends count T of them.
     """
     tokens = max(batch, slots)
     own = 4.0 + backend.activation_bytes
-    q, o = spec.heads * spec.key_dim, spec.heads * spec.value_dim
-    kv = spec.kv_heads * (spec.key_dim + spec.value_dim)
-    ends = 4 * (spec.width + spec.rope.dims) + own * spec.width + 4 * spec.width
-    layer = 2 * own * spec.width + 4 * (q + kv) + own * o + 8 * spec.ffn + own * spec.ffn
-    partials = 4 * spec.heads * (spec.value_dim + 2)
-    logits = 8 * slots * spec.vocab
-    whole = tokens * (ends + layer + partials) + logits
+    width, ffn = spec.width, spec.ffn
+    q, k = spec.heads * spec.key_dim, spec.kv_heads * spec.key_dim
+    o, v = spec.heads * spec.value_dim, spec.kv_heads * spec.value_dim
+    ropes = spec.rope.dims + (spec.rope_window.dims if spec.rope_window else 0)
+    ends = 4 * (width + ropes) + own * width + 4 * width
+    attention = own * width + 4 * (2 * q + 2 * k + v) + own * o
+    attention += 4 * spec.heads * (spec.value_dim + 2) + 4 * width
+    feed_forward = own * width + 8 * ffn + own * ffn + 4 * width
+    whole = tokens * (ends + max(attention, feed_forward)) + 8 * slots * spec.vocab
     return int(whole) + LAYER_ARRAYS * ALLOCATION_BYTES
 
 

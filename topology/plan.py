@@ -71,7 +71,15 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of pages. A page holds page_tokens positions of all its layers."""
+    """One kind of pages. A page holds page_tokens positions of all its layers; position p of a
+    slot lies in the page number p // page_tokens of the slot's table, whatever the kind.
+
+    Kind "window": a token at p reads positions p - window + 1 to p, so a row that starts at
+    `start` needs the pages from `first_page(start)` on. Those before may belong to another slot
+    already in the same Step: Steps run in order, and whatever read them has run. Their ids may
+    stay in the table, and page 0 may stand there for those that a reused prefix does not have:
+    nothing behind the window is read.
+    """
 
     kind: str
     layers: list[int]
@@ -84,6 +92,10 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     page_bytes: int
     pages: int
+
+    def first_page(self, start: int) -> int:
+        """The number of the first page that a row which starts there reads."""
+        return max(0, start - self.window + 1) // self.page_tokens if self.window else 0
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,12 +153,12 @@ def plan(
     node, cpus = _cpus(machine, options.threads, warnings)
     slots = options.slots or DEFAULT_SLOTS
     groups, budget = _budget(spec, gguf, machine, backend, options)
-    context, pages = _context(spec, budget, slots, options, warnings)
+    context, columns = _context(spec, budget, slots, options, warnings)
+    pages = budget.sizes.pages(columns)
     if options.batch_tokens < CHUNK + slots:
         warnings.append(
             f"-b {options.batch_tokens} has no room for {slots} slots beside a chunk of {CHUNK}"
         )
-    kv_bytes = pages * budget.sizes.page
     rank = RankPlan(
         rank=0,
         device="cpu",
@@ -155,10 +167,10 @@ def plan(
         threads=len(cpus),
         memory={
             "weights": 0,
-            "kv": kv_bytes,
+            "kv": budget.sizes.kv(columns),
             "scratch": budget.sizes.scratch,
             "slots": budget.sizes.slots
-            + pages * budget.sizes.table
+            + (columns + 1) * budget.sizes.table
             + -(-context // budget.page_tokens) * budget.sizes.history,
             "reserve": budget.sizes.reserve,
         },
@@ -179,7 +191,10 @@ def plan(
             steps_in_flight=STEPS_IN_FLIGHT,
             answer_rank=0,
             ranks=[rank],
-            caches=[msgspec.structs.replace(group, pages=pages) for group in groups],
+            caches=[
+                msgspec.structs.replace(group, pages=count)
+                for group, count in zip(groups, pages, strict=True)
+            ],
             tensors=tensors,
             choices={
                 "cache_type_k": groups[0].key_type,
@@ -236,9 +251,9 @@ class _Budget:
     page_tokens: int
 
     def columns(self, resident: bool) -> int:
-        """Pages of every group that fit beside the trash page; resident: beside the file too."""
+        """Pages without a window that fit; resident: beside the file too."""
         left = self.available - self.sizes.fixed - (self.mapped if resident else 0)
-        return max(0, left // self.sizes.column - 1)
+        return self.sizes.columns(left)
 
     @property
     def largest(self) -> int:
@@ -271,7 +286,7 @@ def _budget(
             f"the model's tensors take {_show(mapped)}, but this machine has "
             f"{_show(machine.memory_bytes)} of memory in all: take a smaller model or quantisation"
         )
-    found = sizes(spec, backend, groups, slots, options.batch_tokens)
+    found = sizes(spec, backend, groups, slots, options.batch_tokens, STEPS_IN_FLIGHT)
     available = machine.available_bytes - options.margin_bytes
     return groups, _Budget(found, available, options.margin_bytes, mapped, backend.page_tokens)
 
@@ -279,8 +294,8 @@ def _budget(
 def _context(
     spec: Spec, budget: _Budget, slots: int, options: Options, warnings: list[str]
 ) -> tuple[int, int]:
-    """Context of one request, and pages of each group: at least one full context, up to `slots`
-    of them where memory allows, the mapped file's pages counted as taken."""
+    """Context of one request, and columns of pages: at least one full context, up to `slots` of
+    them where memory allows, the mapped file's pages counted as taken."""
     beside_file = budget.columns(resident=True) * budget.page_tokens
     least = min(spec.context, LEAST_CONTEXT)
     if options.context:
@@ -297,11 +312,11 @@ def _context(
             "it will be read from disk again and again"
         )
     one = -(-context // budget.page_tokens)
-    return context, 1 + max(one, min(slots * one, budget.columns(resident=True)))
+    return context, max(one, min(slots * one, budget.columns(resident=True)))
 
 
 def _shortage(budget: _Budget, context: int, options: Options) -> str:
-    kv = (-(-context // budget.page_tokens) + 1) * budget.sizes.column
+    kv = budget.sizes.growing(-(-context // budget.page_tokens))
     needed = kv + budget.sizes.fixed
     advice = f"use -c {budget.largest} or less" if budget.largest else "use a smaller -b or -np"
     if budget.largest and not options.cache_type_k:

@@ -43,7 +43,7 @@ def settings(plan: Plan, machine: Machine) -> RenderableType:
     """What the Plan decided."""
     from rich.table import Table
 
-    rank, cache = plan.ranks[0], plan.caches[0]
+    rank = plan.ranks[0]
     rows = {
         "model": f"{plan.alias} ({plan.architecture}, {len(plan.model)} file(s))",
         "plan": plan.id,
@@ -52,12 +52,15 @@ def settings(plan: Plan, machine: Machine) -> RenderableType:
         f"CPUs {','.join(map(str, rank.cpus))}",
         "context": f"{plan.context} tokens for one request",
         "slots": f"{plan.slots} requests at once, steps of up to {plan.batch_tokens} tokens",
-        "pages": f"{cache.pages - 1} of {cache.page_tokens} tokens = "
-        f"{(cache.pages - 1) * cache.page_tokens} tokens for all requests",
-        "cache": f"keys {cache.key_type}, values {cache.value_type}, "
-        f"{cache.page_bytes // cache.page_tokens} bytes a token",
         "endpoint": plan.endpoint,
     }
+    for cache in plan.caches:
+        seen = f"window of {cache.window}" if cache.window else "full"
+        rows[f"cache ({len(cache.layers)} layers, {seen})"] = (
+            f"{cache.pages - 1} pages of {cache.page_tokens} tokens for all requests; "
+            f"keys {cache.key_type}, values {cache.value_type}, "
+            f"{cache.page_bytes // cache.page_tokens} bytes a token"
+        )
     table = Table(show_header=False, box=None)
     for name, text in rows.items():
         table.add_row(name, text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from voltapile.topology.memory import PlanError, row_bytes, scratch_bytes
-from voltapile.topology.plan import Backend
+from voltapile.topology.memory import PlanError, row_bytes, scratch_bytes, sizes
+from voltapile.topology.plan import Backend, CacheGroup
 from voltapile.topology.spec import Rope, Spec
 
 BACKEND = Backend(
@@ -30,8 +30,13 @@ def test_row_bytes() -> None:
 
 def test_scratch_by_hand() -> None:
     ends = 4 * (8 + 4) + 6 * 8 + 4 * 8
-    layer = 2 * 6 * 8 + 4 * (8 + 8) + 6 * 8 + 4 * 2 * (4 + 2) + 8 * 16 + 6 * 16
-    assert scratch_bytes(SPEC, BACKEND, 10, 3) == 10 * (ends + layer) + 8 * 3 * 1000 + 4096
+    attention = 6 * 8 + 4 * (2 * 8 + 2 * 4 + 4) + 6 * 8 + 4 * 2 * (4 + 2) + 4 * 8
+    ffn = 6 * 8 + 8 * 16 + 6 * 16 + 4 * 8
+    assert ffn > attention
+    assert scratch_bytes(SPEC, BACKEND, 10, 3) == 10 * (ends + ffn) + 8 * 3 * 1000 + 4096
+    narrow = msgspec.structs.replace(SPEC, ffn=2, rope_window=SPEC.rope)
+    expected = 10 * (ends + 4 * 4 + attention) + 8 * 3 * 1000 + 4096
+    assert scratch_bytes(narrow, BACKEND, 10, 3) == expected
 
 
 def test_scratch_grows_with_its_parts() -> None:
@@ -43,3 +48,43 @@ def test_scratch_grows_with_its_parts() -> None:
     assert scratch_bytes(SPEC, wider, 10, 3) > least
     deeper = msgspec.structs.replace(SPEC, layers=99)
     assert scratch_bytes(deeper, BACKEND, 10, 3) == least  # layers take turns
+
+
+def group(window: int, page_bytes: int) -> CacheGroup:
+    return CacheGroup(
+        kind="window" if window else "full", layers=[0], kv_heads=1, key_dim=4, value_dim=4,
+        window=window, key_type="f16", value_type="f16", page_tokens=64, page_bytes=page_bytes,
+        pages=0,
+    )  # fmt: skip
+
+
+def test_pages_of_a_window_group_stop_growing() -> None:
+    found = sizes(SPEC, BACKEND, [group(0, 1000), group(100, 700)], 3, 128, steps_in_flight=2)
+    most = 3 * (2 * 2 + 3) + 4  # windows of 2 pages, 4 pages of tokens in flight
+    assert found.pages(5) == [6, 6]
+    assert found.pages(500) == [501, 1 + most]
+    assert found.kv(500) == 501 * 1000 + (1 + most) * 700
+    for columns in (0, 1, most, 500):
+        needed = found.growing(columns)
+        assert found.columns(needed) == columns
+        assert found.columns(needed - 1) == max(0, columns - 1)
+
+
+def test_a_window_pool_holds_what_its_slots_read() -> None:
+    """Whatever the windows, starts and lengths: all slots at once fit, and one alone."""
+    for window in (1, 24, 63, 64, 65, 512, 1000):
+        pool = group(window, 1)
+        for slots, batch in ((1, 64), (4, 512), (8, 100)):
+            most = sizes(SPEC, BACKEND, [pool], slots, batch, steps_in_flight=2).most[0]
+            live = 0
+            for slot in range(slots):
+                tokens = 2 * batch - slots + 1 if slot == 0 else 1
+                starts = range(1000, 1200)
+                live += max((s + tokens - 1) // 64 - pool.first_page(s) + 1 for s in starts)
+            assert live <= most
+
+
+def test_first_page_by_hand() -> None:
+    assert [group(0, 1).first_page(start) for start in (0, 1000)] == [0, 0]
+    pool = group(100, 1)  # a token at p sees p - 99 to p
+    assert [pool.first_page(start) for start in (0, 99, 162, 163, 226, 227)] == [0, 0, 0, 1, 1, 2]

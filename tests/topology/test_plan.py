@@ -156,8 +156,8 @@ def test_not_enough_memory_says_numbers_and_options(
     with pytest.raises(PlanError) as caught:
         plan(spec, gguf, laptop, BACKEND, Options(context=2 * 10**7))
     message = str(caught.value)
-    assert "cache for a context of 20000000 19.0" in message
-    assert "9.75 GiB available (256.0 MiB kept free): use -c 10" in message
+    assert "cache for a context of 20000000 19.4" in message
+    assert "9.75 GiB available (256.0 MiB kept free): use -c 99" in message
     assert "-ctk" in message
     assert "\n" not in message
     with pytest.raises(PlanError, match="use a smaller -b or -np"):
@@ -266,3 +266,17 @@ def test_alias_of_a_split_file(gguf: Gguf, spec: Spec, laptop: Machine) -> None:
     found = plan(spec, Shards(), laptop, BACKEND, Options())
     assert found.alias == "Big-Q8_0"
     assert found.model == list(Shards.paths)
+
+
+def test_a_window_group_has_its_own_pool(laptop: Machine) -> None:
+    with Gguf.open(DATA / "golden-mini" / "gemma3" / "model-f16.gguf") as gguf:
+        found = plan(spec_of(gguf), gguf, laptop, BACKEND, Options(batch_tokens=128))
+    full, sliding = found.caches
+    assert (full.kind, full.layers, full.pages) == ("full", [5], 1 + 4 * 4096 // 64)
+    assert (sliding.kind, sliding.layers, sliding.window) == ("window", [0, 1, 2, 3, 4], 24)
+    assert sliding.pages == 1 + 4 * 5 + 4  # each slot twice a window, and two steps in flight
+    assert sliding.page_bytes == 5 * full.page_bytes
+    memory = found.ranks[0].memory
+    assert memory["kv"] == full.pages * full.page_bytes + sliding.pages * sliding.page_bytes
+    small = plan(spec_of(gguf), gguf, laptop, BACKEND, Options(context=100, slots=1))
+    assert [group.pages for group in small.caches] == [3, 3]
