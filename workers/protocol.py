@@ -7,6 +7,7 @@ shape. No pickle, no method names: a worker is a fold over the Steps that it rea
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,35 +175,48 @@ class Stop(Record):
 Message = Step | Result | Ready | Failed | Stats | Stop
 
 
-def encode(message: Message) -> list[bytes | memoryview]:
-    """Frames of `message`; arrays are not copied."""
-    frames: list[bytes | memoryview] = [b""]
+class _Codec(threading.local):
+    """msgspec's two coders, made once for each thread: making one costs more than a message."""
 
-    def array(value: Any) -> Any:
+    def __init__(self) -> None:
+        self.out: list[bytes | memoryview] = []
+        self.given: Sequence[bytes | memoryview] = []
+        self.encoder = msgspec.msgpack.Encoder(enc_hook=self._frame)
+        self.decoder = msgspec.msgpack.Decoder(Message, dec_hook=self._array)
+
+    def _frame(self, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             raise TypeError(f"cannot send a {type(value).__name__}")
         value = np.ascontiguousarray(value)
-        frames.append(memoryview(value).cast("B") if value.size else b"")
-        return len(frames) - 1, value.dtype.str, value.shape
+        self.out.append(memoryview(value).cast("B") if value.size else b"")
+        return len(self.out) - 1, value.dtype.str, value.shape
 
-    body = msgspec.msgpack.Encoder(enc_hook=array).encode(message)
-    frames[0] = bytes([VERSION]) + body
+    def _array(self, kind: type, value: Any) -> Any:
+        index, dtype, shape = value
+        return np.frombuffer(self.given[index], np.dtype(dtype)).reshape(shape)
+
+
+_codec = _Codec()
+
+
+def encode(message: Message) -> list[bytes | memoryview]:
+    """Frames of `message`; arrays are not copied."""
+    frames = _codec.out = [b""]
+    frames[0] = bytes([VERSION]) + _codec.encoder.encode(message)
+    _codec.out = []
     return frames
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:
     """The message in `frames`; arrays are read-only views of them. Raises ProtocolError."""
-
-    def array(kind: type, value: Any) -> Any:
-        index, dtype, shape = value
-        return np.frombuffer(frames[index], np.dtype(dtype)).reshape(shape)
-
     if not frames or not len(frames[0]):
         raise ProtocolError("an empty message")
     if frames[0][0] != VERSION:
         raise ProtocolError(f"protocol version {frames[0][0]}, but this side speaks {VERSION}")
+    _codec.given = frames
     try:
-        decoder = msgspec.msgpack.Decoder(Message, dec_hook=array)
-        return decoder.decode(memoryview(frames[0])[1:])
+        return _codec.decoder.decode(memoryview(frames[0])[1:])
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
         raise ProtocolError(f"unreadable message: {error}") from error
+    finally:
+        _codec.given = []

@@ -236,7 +236,6 @@ def _sampling(services: Services, prompt: list[int], options: Options, repeat: i
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
         penalty_window=options.penalty_window,
-        prompt_tokens=len(prompt),
         logit_bias=options.logit_bias,
         seed=(options.seed + repeat) % 2**64,
         stop_ids=[] if options.ignore_eos else sorted(services.tokenizer.eog_ids),
