@@ -3,8 +3,8 @@
     .venv/bin/python bench/footprint.py -m models/SmolLM2-135M-Instruct.Q4_1.gguf
 
 Prints one JSON object. Resident memory is read after a prompt that fills a batch and an answer:
-`anonymous` is what the process holds for itself, `file` the mapped model and libraries. The bound of
-the worker is mapped file + KV + 300 MB, that of the gateway 200 MB.
+`anonymous` is what the process holds for itself, `file` the mapped model and libraries. Bounds: the
+worker at most mapped file + KV + 300 MB, the gateway at most 200 MB.
 """
 
 from __future__ import annotations
