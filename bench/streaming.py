@@ -83,7 +83,13 @@ async def together(
 
 
 def joint_tok_s(streams: list[Timed]) -> float:
-    """Tokens a second of all streams, while all of them decode."""
+    """Tokens a second of all streams, from the last one's first token to the first one's last.
+
+    Several tokens may share an event, so a stream's tokens are spread evenly over its events.
+    """
     begin, end = max(s.first for s in streams), min(s.last for s in streams)
-    events = sum(n for s in streams for when, n in s.arrivals if begin < when <= end)
-    return events / (end - begin)
+    tokens = 0.0
+    for stream in streams:
+        inside = sum(n for when, n in stream.arrivals if begin < when <= end)
+        tokens += stream.tokens * inside / sum(n for _, n in stream.arrivals)
+    return tokens / (end - begin)
