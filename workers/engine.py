@@ -247,5 +247,9 @@ def open_engine(
 
 
 def first_pages(plan: Plan, tokens: int) -> list[list[int]]:
-    """The first pages of each group that hold `tokens` positions; page 0 is the trash page."""
-    return [list(range(1, 1 + -(-tokens // group.page_tokens))) for group in plan.caches]
+    """Pages of each group for `tokens` positions of a request that is alone. Page 0 is the trash
+    page; in a window group, pages come round again when nothing reads their positions any more."""
+    return [
+        [1 + i % (group.pages - 1) for i in range(-(-tokens // group.page_tokens))]
+        for group in plan.caches
+    ]

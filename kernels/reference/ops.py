@@ -210,8 +210,9 @@ class ReferenceOps:
         for start, stop in _rows(batch.slots):
             positions = batch.positions[start:stop]
             table = batch.pages[group][batch.slots[start]]
-            keys, values = _read(cache, table, int(positions.max()) + 1)
-            seen = np.arange(len(keys))
+            first = max(0, int(positions.min()) - window + 1) if window else 0
+            keys, values = _read(cache, table, first, int(positions.max()) + 1)
+            seen = np.arange(first, first + len(keys))
             visible = seen <= positions[:, None]
             if window:
                 visible &= positions[:, None] - seen < window
@@ -278,11 +279,13 @@ def _rows(slots: np.ndarray) -> Iterator[tuple[int, int]]:
     return itertools.pairwise(edges)
 
 
-def _read(cache: PagedKV, table: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values [length, heads, dimension] of the first `length` positions of a slot."""
+def _read(
+    cache: PagedKV, table: np.ndarray, first: int, last: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [last - first, heads, dimension] of a slot's positions first to last - 1.
+
+    Nothing else is read: it may be another slot's by now."""
     page_tokens = cache.keys.shape[1]
-    pages = table[: -(-length // page_tokens)]
-    return (
-        cache.keys[pages].reshape(-1, *cache.keys.shape[2:])[:length],
-        cache.values[pages].reshape(-1, *cache.values.shape[2:])[:length],
-    )
+    at = np.arange(first, last)
+    page, place = table[at // page_tokens], at % page_tokens
+    return cache.keys[page, place], cache.values[page, place]
