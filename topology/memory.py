@@ -56,6 +56,16 @@ class Sizes:
         """What pages, tables and histories of so long a context take."""
         return self.kv(columns) + (columns + 1) * (self.table + self.history)
 
+    def memory(self, columns: int, context: int) -> dict[str, int]:
+        """Bytes by purpose, for a context of so many pages."""
+        return {
+            "weights": 0,
+            "kv": self.kv(columns),
+            "scratch": self.scratch,
+            "slots": self.slots + (columns + 1) * self.table + context * self.history,
+            "reserve": self.reserve,
+        }
+
     def columns(self, nbytes: int) -> int:
         """Most columns that fit into `nbytes`."""
         return max(0, bisect_right(range(MOST_COLUMNS), nbytes, key=self.growing) - 1)

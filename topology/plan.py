@@ -165,15 +165,7 @@ def plan(
         node=node,
         cpus=cpus,
         threads=len(cpus),
-        memory={
-            "weights": 0,
-            "kv": budget.sizes.kv(columns),
-            "scratch": budget.sizes.scratch,
-            "slots": budget.sizes.slots
-            + (columns + 1) * budget.sizes.table
-            + -(-context // budget.page_tokens) * budget.sizes.history,
-            "reserve": budget.sizes.reserve,
-        },
+        memory=budget.sizes.memory(columns, -(-context // budget.page_tokens)),
         mapped_bytes=budget.mapped,
     )
     rows = min(slots, backend.max_decode_rows) if backend.captures else 0

@@ -5,6 +5,7 @@ Matrix products have tests of their own; here they stand in lists.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -63,6 +64,29 @@ def test_rms_norm(isa: str, rows: int, cols: int) -> None:
     ops, ref = make_ops(), ReferenceOps()
     ours = ops.rms_norm(x, vector(ops, w), 1e-5)
     np.testing.assert_allclose(ours, ref.rms_norm(x, vector(ref, w), 1e-5), rtol=2e-6, atol=1e-6)
+
+
+def test_rms_norm_of_a_row_of_heads(isa: str) -> None:
+    x, w = normal(0, 5, 3 * 24), normal(1, 24)
+    ops = make_ops()
+    heads = ops.rms_norm(x.reshape(5, 3, 24), vector(ops, w), 1e-6)
+    np.testing.assert_array_equal(ops.rms_norm(x, vector(ops, w), 1e-6), heads.reshape(5, 72))
+
+
+@pytest.mark.parametrize("cols", [7, 64])
+def test_rms_norm_adds_to_a_residual(isa: str, cols: int) -> None:
+    x, w, residual = normal(0, 5, cols), normal(1, cols), normal(2, 5, cols)
+    ops = make_ops()
+    expected = residual + ops.rms_norm(x, vector(ops, w), 1e-6)
+    assert ops.rms_norm(x, vector(ops, w), 1e-6, add_to=residual) is residual
+    np.testing.assert_allclose(residual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_softcap() -> None:
+    x = np.array([[0, 1e-3, 5, -30, 1e6, -np.inf, np.nan]], np.float32)
+    expected = [[30 * math.tanh(float(v) / 30) for v in x[0]]]
+    np.testing.assert_allclose(make_ops().softcap_(x.copy(), 30.0), expected, rtol=1e-6)
+    np.testing.assert_allclose(ReferenceOps().softcap_(x.copy(), 30.0), expected, rtol=1e-6)
 
 
 def test_rms_norm_of_heads() -> None:

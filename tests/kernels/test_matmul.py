@@ -235,6 +235,8 @@ def test_embed(isa: str, name: str) -> None:
     got = ops.embed(weight_of(ops, raw, name, (11, 512)), np.array([10, 0, 3, 3, 7], np.int32))
     want = values_of(raw, name, 11)[[10, 0, 3, 3, 7]].astype(np.float32)
     np.testing.assert_array_equal(got, want)
+    scaled = ops.embed(weight_of(ops, raw, name, (11, 512)), np.array([3], np.int32), 25.5)
+    np.testing.assert_array_equal(scaled[0], want[2] * np.float32(25.5))
 
 
 @pytest.mark.parametrize("name", ["F16", "Q4_1", "Q6_K"])

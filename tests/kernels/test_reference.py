@@ -78,6 +78,7 @@ def test_rows_of_a_quantised_table(kind: str) -> None:
     assert np.abs(rows - values[[4, 0, 4]]).max() < 0.3
     np.testing.assert_array_equal(rows, ops.dense(table)[[4, 0, 4]])
     np.testing.assert_array_equal(ops.embed(table, np.array([2], np.int32))[0], ops.dense(table)[2])
+    np.testing.assert_array_equal(ops.embed(table, np.array([4], np.int32), 3.0)[0], rows[0] * 3)
 
 
 def test_a_full_budget_keeps_nothing_more() -> None:
@@ -93,6 +94,15 @@ def test_rms_norm() -> None:
     for row, found in zip(x, ops.rms_norm(x, weight(w), 1e-5), strict=True):
         root = math.sqrt(sum(float(v) ** 2 for v in row) / 6 + 1e-5)
         np.testing.assert_allclose(found, [v / root * g for v, g in zip(row, w, strict=True)], 1e-5)
+
+
+def test_rms_norm_by_heads_onto_a_residual() -> None:
+    x, w, residual = normal(2, 12), normal(4), normal(2, 12)
+    heads = ops.rms_norm(x.reshape(6, 4), weight(w), 1e-5).reshape(2, 12)
+    np.testing.assert_array_equal(ops.rms_norm(x, weight(w), 1e-5), heads)
+    expected = residual + heads
+    assert ops.rms_norm(x, weight(w), 1e-5, add_to=residual) is residual
+    np.testing.assert_array_equal(residual, expected)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

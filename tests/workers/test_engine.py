@@ -395,9 +395,10 @@ def test_memory_is_as_planned(
     assert total == pytest.approx(sum(planned.values()) - planned["reserve"], rel=0.02)
 
 
-def test_scratch_is_enough(mini: Path, engine_for: Make, drive: Make) -> None:
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_scratch_is_enough(mini: Path, engine_for: Make, drive: Make, model: str) -> None:
     """The largest prompt step, all slots at once, and prompt probabilities stay below the plan."""
-    engine = engine_for(mini / "llama/model-f16.gguf", "cpu", context=1024)
+    engine = engine_for(mini / model / "model-f16.gguf", "cpu", context=1024)
     driver = drive(engine)
     prompts = [rng.integers(0, 650, engine.plan.batch_tokens // 4).tolist() for _ in range(4)]
     rows = [row for slot in range(4) for row in driver.start(slot, prompts[slot], 8)]
