@@ -16,7 +16,7 @@ def main() -> int:
     parser.add_argument("--plan", type=Path, required=True, help="the Plan, a JSON file")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--connect", default="", help="ZeroMQ address instead of the Plan's")
-    parser.add_argument("--record", type=Path, help="write every Step to this file")
+    parser.add_argument("--record", type=Path, help="append every Step and Result")
     args = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s text-{args.rank} %(levelname)s %(message)s"

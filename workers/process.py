@@ -90,6 +90,7 @@ class Worker:
         except Exception as error:
             log.exception("%s failed", self.name)
             self.socket.linger = LAST_WORDS_MS
+            self.is_connected = True  # or soon: a file that is not there is found out faster
             self._say(Failed(name=self.name, step=self.step_id, reason=describe(error)))
             return 1
         finally:
@@ -151,7 +152,8 @@ class Worker:
         engine = self._load(resources)
         self.connected_at = time.monotonic()  # a patience that begins now
         self.board.publish(self.rank, "ready", "ready", 1.0)
-        self.log = resources.enter_context(self.record.open("wb")) if self.record else None
+        self.log = resources.enter_context(self.record.open("ab")) if self.record else None
+        self._note(self._ready())
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
@@ -170,13 +172,12 @@ class Worker:
         self.is_greeted = True
         match message:
             case Step():
-                if self.log:  # before it runs, so that the log holds the Step that kills
-                    steplog.write(self.log, frames)
-                    self.log.flush()
+                self._note(message)  # before it runs, so that the log holds the Step that kills
                 self.step_id = message.id
                 self.board.begin_step(self.rank, message.id)
                 result = engine.run(message)
                 self.board.begin_step(self.rank, -1)
+                self._note(result)
                 self._say(result)
             case Stop():
                 raise StoppedError(message.reason or "the gateway asked")
@@ -205,24 +206,31 @@ class Worker:
             if isinstance(message, Stop):
                 raise StoppedError(message.reason or "the gateway asked")
         engine.forget()
+        self._note(self._ready())
         self.is_greeted = False
 
     def _offer(self) -> None:
         """Tell whatever gateway is there that this worker is ready."""
         self.next_ready = time.monotonic() + READY_SECONDS
-        self._say(
-            Ready(
-                name=self.name,
-                plan=self.plan.id,
-                pages=[group.pages for group in self.plan.caches],
-                slots=self.plan.slots,
-                instance=self.instance,
-            )
-        )
+        self._say(self._ready())
         silence = time.monotonic() - self.connected_at
         if self.is_spawned and not self.is_connected and silence > ORPHAN_SECONDS:
             # A gateway that died before we watched its process leaves no other trace.
             raise StoppedError("no gateway is there")
+
+    def _ready(self) -> Ready:
+        return Ready(
+            name=self.name,
+            plan=self.plan.id,
+            pages=[group.pages for group in self.plan.caches],
+            slots=self.plan.slots,
+            instance=self.instance,
+        )
+
+    def _note(self, message: Message) -> None:
+        """Into the Step log, if one is kept."""
+        if self.log:
+            steplog.write(self.log, encode(message))
 
     def _say(self, message: Message) -> None:
         """Send, if a gateway is there: what is queued for the next one would come late."""

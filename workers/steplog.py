@@ -1,7 +1,9 @@
-"""A worker's Step log: the frames of each Step as they came, each preceded by its length.
+"""A worker's Step log: what a gateway asked of it and what it answered.
 
-A worker is a fold over this log: whoever runs the same Plan over it gets the same tokens.
-Layout, little endian: per Step a u32 count of frames, then for each a u32 length and its bytes.
+A worker is a fold over this log: whoever runs the same Plan over it gets the same tokens. Layout,
+little endian: for each message a u32 count of its frames, then for each a u32 length and its bytes.
+Each life of a worker begins with its Ready, all slots empty; then come Steps in their order,
+each before it was run and followed by its Result, if there was one.
 """
 
 from __future__ import annotations
@@ -14,19 +16,20 @@ _U32 = struct.Struct("<I")
 
 
 class _TornError(Exception):
-    """The log ends inside a Step."""
+    """The log ends inside a message."""
 
 
 def write(file: BinaryIO, frames: Sequence[bytes | memoryview]) -> None:
-    """Append one Step."""
+    """Append one message, whole even if the process dies next."""
     file.write(_U32.pack(len(frames)))
     for frame in frames:
         file.write(_U32.pack(len(frame)))
         file.write(frame)
+    file.flush()
 
 
 def read(file: BinaryIO) -> Iterator[list[bytes]]:
-    """The frames of each Step; an unfinished last one (the worker died) is left out."""
+    """The frames of each message; an unfinished last one (the machine died) is left out."""
     while True:
         try:
             count = _number(file)

@@ -32,13 +32,16 @@ CHUNK = 64  # prompts are cut at multiples of it, as the gateway does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser, threads=numbers)  # several counts give one row each
+    # A Plan names its model; several thread counts give one row each.
+    add_model_options(parser, requires_model=False, threads=numbers)
     add = parser.add_argument
     add("-p", "--n-prompt", type=int, default=512, metavar="N", help="tokens of the prompt")
     add("-n", "--n-gen", type=int, default=64, metavar="N", help="tokens to generate")
     add("-r", "--repetitions", type=int, default=3, metavar="N", help="medians are over these")
     add("--temp", type=float, default=0.0, metavar="X", help="temperature; 0: greedy")
     add("--seed", type=int, default=1, metavar="N", help="of the random prompts")
+    add("--replay", type=Path, metavar="FILE", help="run what serve --record FILE has recorded")
+    add("--plan", type=Path, metavar="FILE", help="of --replay, instead of -m and its options")
     add("--json", action="store_true", help="print one JSON object (one thread count only)")
 
 
@@ -47,6 +50,10 @@ def numbers(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.replay:
+        return run_replay(args)
+    if args.plan or not args.model:
+        raise ValueError("give -m FILE; --plan is for --replay")
     if min(args.n_prompt, args.n_gen, args.repetitions) < 1:
         raise ValueError("-p, -n and -r must be at least 1")
     if args.json and len(args.threads) > 1:
@@ -63,6 +70,20 @@ def run(args: argparse.Namespace) -> int:
             keys = ("threads", "prompt", "prefill_tok_s", "generate", "decode_tok_s")
             print("| " + " | ".join(str(row[key]) for key in keys) + " |", flush=True)
     return 0
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    from voltapile.gateway.cli.replay import replay
+    from voltapile.topology.plan import from_json
+
+    if (args.plan is None) == (args.model is None):
+        raise ValueError("--replay needs either --plan FILE or -m FILE")
+    if len(args.threads) > 1:
+        raise ValueError("--replay takes one thread count")
+    chosen = argparse.Namespace(**{**vars(args), "threads": args.threads[0]})
+    plan = from_json(args.plan.read_bytes()) if args.plan else make_plan(chosen)
+    with machine_lock():
+        return replay(args.replay, plan, args.json)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ SILENT_SECONDS = {"reference": 60.0}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_http_options(parser)
+    parser.add_argument("--record", type=Path, metavar="FILE",
+        help="write all that the worker is asked and answers; see bench --replay")  # fmt: skip
 
 
 def add_http_options(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
         args.model = str(demo.fetch(demo.default_directory()))
     plan = make_plan(args, private_endpoint())
+    if args.record:
+        args.record.write_bytes(b"")  # workers append, so that a restart loses nothing
     return run_loop(Server(plan, args, starts_workers=True).run())
 
 
@@ -103,8 +107,10 @@ class Server:
             pulse = files.enter_context(Pulse(self.plan))
             if self.starts_workers:
                 path = files.enter_context(plan_file(self.plan))
-                ranks = [rank.rank for rank in self.plan.ranks]
-                self.supervisor = Supervisor([worker_command(path, rank) for rank in ranks])
+                commands = [worker_command(path, rank.rank) for rank in self.plan.ranks]
+                if self.args.record:
+                    commands[self.plan.answer_rank] += ["--record", str(self.args.record)]
+                self.supervisor = Supervisor(commands)
             self._take_signals(files)
             seconds = SILENT_SECONDS.get(self.plan.backend, 5.0)
             engine = Engine(self.plan, self.supervisor, pulse.age, seconds)

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plan", type=Path, metavar="FILE", help="a Plan, as voltapile plan --json prints it")
     add("--rank", type=int, default=0, metavar="N", help="which rank of the Plan")
     add("--connect", default="", metavar="ENDPOINT", help="the gateway's ZeroMQ address")
-    add("--record", type=Path, metavar="FILE", help="write every Step to this file")
+    add("--record", type=Path, metavar="FILE", help="write every Step and Result here")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,4 +30,6 @@ def run(args: argparse.Namespace) -> int:
     plan = from_json(args.plan.read_bytes()) if args.plan else make_plan(args, args.connect)
     if not 0 <= args.rank < len(plan.ranks):
         raise ValueError(f"--rank {args.rank}: the plan has {len(plan.ranks)} rank(s)")
+    if args.record:
+        args.record.write_bytes(b"")
     return Worker(plan, args.rank, args.connect, args.record).run()

@@ -198,12 +198,36 @@ def test_the_log_replays(gateway: Gateway, tmp_path: Path, engine_for: Make, min
     engine = engine_for(mini / "llama/model-f16.gguf", "cpu", context=256)
     tokens: list[int] = []
     with path.open("rb") as file:
-        for frames in steplog.read(file):
-            step = decode(frames)
-            assert isinstance(step, Step)
-            for answer in engine.run(step).rows:
-                tokens += answer.tokens
+        ready, *messages = map(decode, steplog.read(file))
+    assert isinstance(ready, Ready)
+    assert len(messages) % 2 == 0
+    for step, recorded in zip(messages[::2], messages[1::2], strict=True):
+        assert isinstance(step, Step)
+        assert isinstance(recorded, Result)
+        result = engine.run(step)
+        assert (result.id, result.rows) == (recorded.id, recorded.rows)
+        for answer in result.rows:
+            tokens += answer.tokens
     assert tokens == expected
+
+
+def test_the_log_goes_on_after_a_restart(gateway: Gateway, tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    process = gateway.spawn("--record", str(path))
+    first = gateway.receive(Ready)
+    gateway.generate(3)
+    process.kill()
+    process.wait(DEADLINE)
+    gateway.spawn("--record", str(path))
+    while gateway.receive(Ready).instance == first.instance:
+        pass
+    gateway.generate(3)
+    with path.open("rb") as file:
+        kinds = [type(decode(frames)) for frames in steplog.read(file)]
+    half = len(kinds) // 2
+    assert kinds[:half] == kinds[half:]
+    assert kinds[:3] == [Ready, Step, Result]
+    assert kinds.count(Ready) == 2
 
 
 def test_the_board_tells(gateway: Gateway) -> None:
