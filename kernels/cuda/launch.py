@@ -51,8 +51,17 @@ class DeviceArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, key: int | slice) -> DeviceArray:
-        """A view: one element of the first axis, or a run of them (step 1)."""
+    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> DeviceArray:
+        """A contiguous view: x[i], x[a:b], or x[i, a:b] (all but the last are numbers)."""
+        if not isinstance(key, tuple):
+            return self._first_axis(key)
+        assert all(not isinstance(part, slice) for part in key[:-1]), key
+        view = self
+        for part in key:
+            view = view._first_axis(part)
+        return view
+
+    def _first_axis(self, key: int | slice) -> DeviceArray:
         row = self.nbytes // self.shape[0] if self.shape[0] else 0
         if isinstance(key, slice):
             start, stop, step = key.indices(self.shape[0])

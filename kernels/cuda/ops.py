@@ -1,39 +1,113 @@
-"""Ops in CUDA: owns one GPU's stream, scratch memory and loaded kernels, and hands out launches.
+"""Ops in CUDA: owns one GPU's stream, scratch memory and loaded kernels.
 
-What to launch is written in the launcher modules (rows, matmul, attention). Knows no model.
+What to launch is written in the launcher modules (rows, sampling, matmul, attention). Knows no
+model, and of a batch only where its arrays are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda import attention, matmul, rows
+from voltapile.kernels.cuda import attention, matmul, rows, sampling
+from voltapile.kernels.cuda.device import Device, Lane
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
-from voltapile.kernels.ops import Batch, SlotState, StepOutput, Weight
+from voltapile.kernels.cuda.loader import Loader
+from voltapile.kernels.cuda.memory import Blocks, Ring, Scratch, Uploader
+from voltapile.kernels.ops import Batch, SlotState, StepOutput
+from voltapile.shm.formats import format_of, row_bytes
+
+SLACK = 256  # bytes behind the last row of a matrix that kernels may read
+CONSTANT_BYTES = 1 << 20
+
+
+class CudaGraph:
+    """A recorded step; the scratch addresses in it stay valid."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.recorded: list[Any] = []
+
+    def replay(self) -> None:
+        assert self.recorded, "the recording has not ended"
+        self._device.replay(self.recorded[0])
 
 
 class CudaOps:
-    """See kernels/ops.py for the meaning of every method. (Skeleton: the calls that launcher
-    modules must answer; the rest is coming.)"""
+    """See kernels/ops.py for the meaning of every method.
+
+    number: of the GPU. ptx: a folder of PTX to run instead of code for this card.
+    """
 
     name = "cuda"
     captures = True
 
+    def __init__(self, number: int, scratch_bytes: int, ptx: Path | None = None) -> None:
+        self.device = Device(number)
+        self._loader = Loader(self.device, ptx)
+        self.multiprocessors, self.arch = self.device.multiprocessors, self._loader.arch
+        self._scratch = Scratch(self.device, scratch_bytes)
+        self._weights, self._uploader = Blocks(self.device, "weights"), Uploader(self.device)
+        self._arrays = Blocks(self.device, "caches and slots")
+        self._ring = Ring(self.device)
+        self._constants: dict[tuple[bytes, str, tuple[int, ...]], DeviceArray] = {}
+        self._constant_memory = self.device.allocate(CONSTANT_BYTES, "constants")
+        self._constant_used = 0
+        self._constant_lane = Lane(self.device, CONSTANT_BYTES)
+
+    @property
+    def scratch_peak(self) -> int:
+        """The most scratch bytes that were in use at once."""
+        return self._scratch.peak
+
+    # --- what launchers use (launch.Launcher) -------------------------------------------------
     def kernel(self, instance: Instance) -> Kernel:
-        raise NotImplementedError
+        return self._loader.kernel(instance)
 
     def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
-        raise NotImplementedError
-
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
-        raise NotImplementedError
+        return self._scratch.array(shape, dtype)
 
     def constant(self, values: np.ndarray) -> DeviceArray:
-        raise NotImplementedError
+        values = np.ascontiguousarray(values)
+        key = values.tobytes(), values.dtype.str, values.shape
+        if key not in self._constants:
+            start = self._constant_used
+            assert start + values.nbytes <= CONSTANT_BYTES, "too many constants"
+            memory = self._constant_memory
+            self._constant_used += -(-values.nbytes // SLACK) * SLACK
+            self._constant_lane.send(memory.ptr + start, _bytes_of(values))
+            self._constant_lane.event.synchronize()  # not by the stream: it may be captured
+            array = DeviceArray(memory.ptr + start, values.shape, values.dtype, memory)
+            self._constants[key] = array
+        return self._constants[key]
 
-    # --- attention.py -----------------------------------------------------------------------
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        nbytes = DeviceArray(0, shape, dtype).nbytes
+        ptr, owner = self._arrays.take(nbytes)
+        self.device.clear(ptr, nbytes)
+        return DeviceArray(ptr, shape, dtype, owner)
+
+    def scope(self) -> AbstractContextManager[None]:
+        return self._scratch.scope()
+
+    # --- memory -------------------------------------------------------------------------------
+    def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
+        assert data.dtype == np.uint8, data.dtype
+        kind = format_of(type_name)
+        if len(shape) == 1:
+            data, type_name = _bytes_of(rows.vector(data, type_name)), "F32"
+        elif type_name not in rows.FORMATS:
+            raise ValueError(f"the cuda backend has no tensor type {type_name}")
+        row = row_bytes(type_name, shape[-1])
+        count = int(np.prod(shape[:-1], dtype=np.int64))
+        assert data.nbytes == count * row, f"{data.nbytes} bytes for {kind.name} {shape}"
+        ptr, owner = self._weights.take(data.nbytes + SLACK)
+        self._uploader.send(ptr, data.reshape(-1))
+        return CudaWeight(tuple(shape), data.nbytes, type_name, ptr, row, owner)
+
     def kv_cache(
         self,
         pages: int,
@@ -49,31 +123,60 @@ class CudaOps:
         )
 
     def copy_page(self, cache: Any, source: int, target: int) -> None:
-        """Asynchronous copies on the stream: attention.page_parts says what (DeviceArrays)."""
-        for array in attention.page_parts(cache):  # each [pages, bytes] or [pages, ...]
-            self._copy(array[target], array[source])
+        for array in attention.page_parts(cache):
+            self.device.copy(array[target].ptr, array[source].ptr, array[source].nbytes)
 
-    def store_kv(
-        self, cache: Any, k: DeviceArray, v: DeviceArray, batch: Batch, group: int
+    def reset_scratch(self) -> None:
+        self._scratch.reset()
+
+    def upload(self, target: DeviceArray, values: np.ndarray) -> None:
+        values = np.ascontiguousarray(values, target.dtype)
+        assert values.size <= target.size, (values.shape, target.shape)
+        self._ring.send(target.ptr, _bytes_of(values))
+
+    def to_host(self, x: DeviceArray) -> np.ndarray:
+        out = np.empty(x.shape, x.dtype)
+        self._ring.fetch(x.ptr, out.reshape(-1).view(np.uint8))
+        return out
+
+    @contextmanager
+    def capture(self) -> Iterator[CudaGraph]:
+        graph = CudaGraph(self.device)
+        with self.device.capture() as graph.recorded:
+            yield graph
+
+    def prepare(self, run: Callable[[], None]) -> None:
+        """Compile and load, side by side, what `run` launches; it is called and launches nothing.
+        Then give back what only loading needed."""
+        with self._loader.rehearse():
+            run()
+        self._uploader.close()
+
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    # --- the ends of a step -------------------------------------------------------------------
+    def begin(self, batch: Batch, state: SlotState) -> None:
+        sampling.begin(self, batch, state)
+
+    def sample(
+        self, logits: DeviceArray, batch: Batch, state: SlotState, out: StepOutput
     ) -> None:
-        attention.store_kv(self, cache, k, v, batch, group)
+        with self.scope():
+            sampling.sample(self, logits, batch, state, out)
 
-    def attention(
-        self,
-        q: DeviceArray,
-        cache: Any,
-        batch: Batch,
-        group: int,
-        head_map: Sequence[int],
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
+    # --- models -------------------------------------------------------------------------------
+    def embed(self, table: CudaWeight, tokens: DeviceArray, scale: float = 1.0) -> DeviceArray:
+        return rows.embed(self, table, tokens, scale)
+
+    def rms_norm(
+        self, x: DeviceArray, weight: CudaWeight, eps: float, add_to: DeviceArray | None = None
     ) -> DeviceArray:
-        return attention.attention(
-            self, q, cache, batch, group, head_map, scale, window, softcap
-        )
+        return rows.rms_norm(self, x, weight, eps, add_to)
 
-    # --- matmul.py --------------------------------------------------------------------------
+    def softcap_(self, x: DeviceArray, cap: float) -> DeviceArray:
+        return rows.softcap_(self, x, cap)
+
     def linear(
         self,
         x: DeviceArray,
@@ -101,3 +204,44 @@ class CudaOps:
         up_bias: CudaWeight | None = None,
     ) -> DeviceArray:
         return matmul.glu(self, x, gate, up, activation, gate_bias, up_bias)
+
+    def rope_angles(
+        self, positions: DeviceArray, inv_freq: np.ndarray, scale: float
+    ) -> DeviceArray:
+        return rows.rope_angles(self, positions, inv_freq, scale)
+
+    def rope_(
+        self, x: DeviceArray, angles: DeviceArray, head_dim: int, layout: str
+    ) -> DeviceArray:
+        return rows.rope_(self, x, angles, head_dim, layout)
+
+    def store_kv(
+        self, cache: Any, k: DeviceArray, v: DeviceArray, batch: Batch, group: int
+    ) -> None:
+        attention.store_kv(self, cache, k, v, batch, group)
+
+    def attention(
+        self,
+        q: DeviceArray,
+        cache: Any,
+        batch: Batch,
+        group: int,
+        head_map: Sequence[int],
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> DeviceArray:
+        return attention.attention(self, q, cache, batch, group, head_map, scale, window, softcap)
+
+    def gather(self, x: DeviceArray, index: DeviceArray) -> DeviceArray:
+        return rows.gather(self, x, index)
+
+    def copy(self, x: DeviceArray) -> DeviceArray:
+        out = self.scratch(x.shape, x.dtype)
+        if not self._loader.is_rehearsing:
+            self.device.copy(out.ptr, x.ptr, x.nbytes)
+        return out
+
+
+def _bytes_of(values: np.ndarray) -> np.ndarray:
+    return values.reshape(-1).view(np.uint8)

@@ -1,0 +1,177 @@
+"""One GPU through cupy, and the only file that imports it: memory, copies, modules, capture.
+
+Memory comes from plain cudaMalloc, never from a pool. Knows addresses and bytes; what they mean is
+told elsewhere. Errors of the driver come out as they are, but for memory that is not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+from cupy_backends.cuda.api import driver
+
+MALLOC_FAILED = 2  # cudaErrorMemoryAllocation
+TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+SHARED_WITHOUT_ASKING = 48 << 10
+
+
+class Memory:
+    """Device memory, given back when nobody holds it any longer."""
+
+    def __init__(self, ptr: int, nbytes: int) -> None:
+        self.ptr, self.nbytes = ptr, nbytes
+        weakref.finalize(self, runtime.free, ptr)
+
+
+class Pinned:
+    """Page-locked host memory. bytes: a uint8 array of it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.ptr = int(runtime.hostAlloc(nbytes, 0))
+        self.bytes = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(self.ptr), np.uint8)
+        weakref.finalize(self, runtime.freeHost, self.ptr)
+
+
+class Function:
+    """A kernel that is loaded; see launch.Kernel."""
+
+    def __init__(self, device: Device, module: Any, name: str) -> None:
+        self.name = name
+        self._device, self._function = device, module.get_function(name)
+        self._shared = SHARED_WITHOUT_ASKING
+
+    def __call__(
+        self, grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int = 0
+    ) -> None:
+        if shared > self._shared:
+            driver.funcSetAttribute(self._function.ptr, MAX_DYNAMIC_SHARED, shared)
+            self._shared = shared
+        self._function(grid, (block,), args, shared_mem=shared, stream=self._device.stream)
+
+
+class Lane:
+    """A stream of its own with a pinned buffer, for copies beside the computation."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.buffer = Pinned(nbytes)
+        self._number = device.number
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.event = cupy.cuda.Event(block=False, disable_timing=True)
+        self.event.record(self._stream)
+
+    def send(self, target: int, source: np.ndarray) -> None:
+        """Copy uint8 host bytes to the device; returns when `source` is free again."""
+        runtime.setDevice(self._number)  # of this thread
+        self.event.synchronize()
+        np.copyto(self.buffer.bytes[: source.nbytes], source)
+        stream = self._stream.ptr
+        runtime.memcpyAsync(target, self.buffer.ptr, source.nbytes, TO_DEVICE, stream)
+        self.event.record(self._stream)
+
+
+class Device:
+    """A GPU and the one stream on which everything is computed, in order."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        runtime.setDevice(number)
+        facts = runtime.getDeviceProperties(number)
+        self.name: str = facts["name"].decode()
+        self.arch: int = facts["major"] * 10 + facts["minor"]
+        self.multiprocessors: int = facts["multiProcessorCount"]
+        self.total_bytes: int = facts["totalGlobalMem"]
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._modules: list[Any] = []
+
+    # --- memory -------------------------------------------------------------------------------
+    def allocate(self, nbytes: int, purpose: str) -> Memory:
+        """Raises MemoryError that names `purpose` and the numbers."""
+        runtime.setDevice(self.number)
+        try:
+            return Memory(int(runtime.malloc(max(1, nbytes))), nbytes)
+        except runtime.CUDARuntimeError as error:
+            if error.status != MALLOC_FAILED:
+                raise
+            free, total = runtime.memGetInfo()
+            raise MemoryError(
+                f"GPU {self.number} ({self.name}): {nbytes} bytes for {purpose} do not fit: "
+                f"{free} of {total} bytes are free"
+            ) from None
+
+    def free_bytes(self) -> int:
+        return int(runtime.memGetInfo()[0])
+
+    def clear(self, ptr: int, nbytes: int) -> None:
+        if nbytes:
+            runtime.memsetAsync(ptr, 0, nbytes, self.stream.ptr)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Within the device, in order with the kernels."""
+        if nbytes:
+            runtime.memcpyAsync(target, source, nbytes, ON_DEVICE, self.stream.ptr)
+
+    def send(self, target: int, pinned: int, nbytes: int) -> None:
+        """From pinned memory, in order with the kernels; `pinned` must stay as it is meanwhile."""
+        if nbytes:
+            runtime.memcpyAsync(target, pinned, nbytes, TO_DEVICE, self.stream.ptr)
+
+    def fetch(self, pinned: int, source: int, nbytes: int) -> None:
+        """To pinned memory; it is there after synchronize()."""
+        if nbytes:
+            runtime.memcpyAsync(pinned, source, nbytes, TO_HOST, self.stream.ptr)
+
+    def wait_for(self, lane: Lane) -> None:
+        """Kernels submitted from now on come after what the lane has sent."""
+        self.stream.wait_event(lane.event)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    # --- code ---------------------------------------------------------------------------------
+    def function(self, code: bytes, name: str) -> Function:
+        """A kernel of a cubin, or of PTX, which the driver then compiles."""
+        runtime.setDevice(self.number)
+        module = cupy.cuda.function.Module()
+        module.load(code)
+        self._modules.append(module)
+        return Function(self, module, name)
+
+    @contextmanager
+    def capture(self) -> Iterator[list[Any]]:
+        """What is submitted inside is recorded; the list then holds one graph (`replay`)."""
+        recorded: list[Any] = []
+        self.stream.begin_capture(runtime.streamCaptureModeRelaxed)
+        try:
+            yield recorded
+        finally:
+            recorded.append(self.stream.end_capture())
+
+    def replay(self, graph: Any) -> None:
+        graph.launch(self.stream)
+
+    # --- time ---------------------------------------------------------------------------------
+    def event(self) -> Any:
+        """Recorded now on the stream; for `seconds_between`."""
+        event = cupy.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        last.synchronize()
+        return float(cupy.cuda.get_elapsed_time(first, last)) / 1000
+
+
+def device_count() -> int:
+    """GPUs that this process may use; 0 where there is no driver."""
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError:
+        return 0
