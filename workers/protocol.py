@@ -2,7 +2,8 @@
 
 Frame 0 is one version byte and a msgpack array `[tag, fields...]`; fields are only ever appended,
 each with a default. Every further frame is one raw array, named in frame 0 by its index, dtype and
-shape. No pickle, no method names: a worker is a fold over the Steps that it reads.
+shape; an empty array has none. No pickle, no method names: a worker is a fold over the Steps that
+it reads.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ VERSION = 1
 MAX_STOP_IDS = 16
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+NO_FRAME = -1  # index of an array without elements
 CONTINUE = np.zeros(0, np.int32)  # tokens of a row that goes on from the token it sampled last
 
 
@@ -187,12 +189,16 @@ class _Codec(threading.local):
     def _frame(self, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             raise TypeError(f"cannot send a {type(value).__name__}")
-        value = np.ascontiguousarray(value)
-        self.out.append(memoryview(value).cast("B") if value.size else b"")
+        if not value.size:  # most rows of a decode step: no frame for nothing
+            return NO_FRAME, value.dtype.str, value.shape
+        packed: Any = np.ascontiguousarray(value)
+        self.out.append(memoryview(packed).cast("B"))
         return len(self.out) - 1, value.dtype.str, value.shape
 
     def _array(self, kind: type, value: Any) -> Any:
         index, dtype, shape = value
+        if index == NO_FRAME:
+            return np.zeros(shape, np.dtype(dtype))
         return np.frombuffer(self.given[index], np.dtype(dtype)).reshape(shape)
 
 

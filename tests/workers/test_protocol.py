@@ -58,7 +58,7 @@ def test_arrays_are_neither_copied_nor_mixed_up_between_messages():
     first, second = decode(frames), decode(encode(step(5)))
     same(first, step())
     same(second, step(5))
-    assert np.shares_memory(first.rows[2].embeds, np.frombuffer(frames[6], np.uint8))
+    assert np.shares_memory(first.rows[2].embeds, np.frombuffer(frames[4], np.uint8))
 
 
 def test_a_failure_leaves_nothing_behind():
@@ -100,3 +100,9 @@ def test_threads_have_coders_of_their_own():
 def test_small_records():
     for message in (Ready(name="text-0", plan="p", instance=2**63 - 1), Stop(reason="x")):
         assert decode(encode(message)) == message
+
+
+def test_a_decode_step_is_one_frame():
+    frames = encode(Step(id=1, rows=[Row(slot=i) for i in range(8)]))
+    assert len(frames) == 1
+    assert [len(row.tokens) for row in decode(frames).rows] == [0] * 8
