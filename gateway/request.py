@@ -57,6 +57,7 @@ class Request:
     sampling: Sampling  # max_position is absolute and at most the context
     want: Want | None = None
     known: list[int] = field(default_factory=list)  # prompt + tokens that came back
+    cached: int = 0  # prompt tokens that did not need computing, as another request had
     computed: int = 0  # positions that Steps sent so far compute
     ahead: int = 0  # sampling rows in flight
     state: State = State.WAITING

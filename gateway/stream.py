@@ -36,6 +36,11 @@ class Stream:
         self._ended = bool(chunk.finish)
         return chunk
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, known once the first chunk is here."""
+        return self.request.cached
+
     def cancel(self) -> None:
         """The reader has left: slot and pages are free within one step. Safe to call always."""
         self._cancel(self.request)

@@ -113,15 +113,21 @@ class Generation:
             seconds = self._last - self._first
             self._services.metrics.generation_done(finish, self.completion_tokens, seconds)
 
+    @property
+    def cached_tokens(self) -> int:
+        return self._stream.cached_tokens
+
     def timings(self) -> dict[str, Any]:
         """Counts and speeds under llama-server's names. The prompt's time includes any wait."""
+        computed = self.prompt_tokens - self.cached_tokens
         prompt_ms = (self._first - self._start) * 1000
         predicted_ms = (self._last - self._first) * 1000
         later = max(self.completion_tokens - 1, 0)  # the first token is the prompt's
         return {
-            "prompt_n": self.prompt_tokens,
+            "cache_n": self.cached_tokens,
+            "prompt_n": computed,
             "prompt_ms": round(prompt_ms, 3),
-            "prompt_per_second": _rate(self.prompt_tokens, prompt_ms),
+            "prompt_per_second": _rate(computed, prompt_ms),
             "predicted_n": self.completion_tokens,
             "predicted_ms": round(predicted_ms, 3),
             "predicted_per_token_ms": round(predicted_ms / later, 3) if later else 0.0,
@@ -220,6 +226,7 @@ def usage(generations: list[Generation]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(g.cached_tokens for g in asked)},
     }
 
 

@@ -34,6 +34,7 @@ class ScriptedStream:
 
     def __init__(self, script: list[Any]) -> None:
         self.script = script
+        self.cached_tokens = 1
         self.cancelled = asyncio.Event()
 
     def __aiter__(self) -> ScriptedStream:

@@ -18,7 +18,12 @@ async def test_a_whole_answer(post, path):
             "tokens": [*b"Hello", 257],
         }
     ]
-    assert body["usage"] == {"prompt_tokens": 21, "completion_tokens": 6, "total_tokens": 27}
+    assert body["usage"] == {
+        "prompt_tokens": 21,
+        "completion_tokens": 6,
+        "total_tokens": 27,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
     assert body["timings"]["predicted_n"] == 6
 
 

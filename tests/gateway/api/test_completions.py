@@ -12,7 +12,12 @@ async def test_a_whole_answer(post, path, engine):
     assert body["choices"] == [
         {"index": 0, "text": "Hello", "finish_reason": "stop", "tokens": [*b"Hello", 257]}
     ]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 6,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
     assert engine.sampling[0].temperature == 0
 
 

@@ -44,6 +44,7 @@ async def test_text_comes_in_pieces(start):
         "prompt_tokens": 2,
         "completion_tokens": 6,
         "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 1},
     }
 
 
@@ -139,7 +140,7 @@ async def test_timings(start):
     generation = start()
     await generation.whole()
     timings = generation.timings()
-    assert (timings["prompt_n"], timings["predicted_n"]) == (2, 6)
+    assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (1, 1, 6)
     assert timings["predicted_ms"] >= 0
 
 
@@ -184,6 +185,7 @@ async def test_choices_of_a_prompt_have_seeds_in_a_row(services, engine):
     for generation in generations:
         await generation.whole()
     assert usage(generations)["prompt_tokens"] == 3
+    assert usage(generations)["prompt_tokens_details"] == {"cached_tokens": 2}
     assert usage(generations)["completion_tokens"] == 6 * 6
 
 
