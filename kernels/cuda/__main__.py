@@ -1,40 +1,75 @@
 """`python -m voltapile.kernels.cuda --arch sm_70 [-k WORD]`: compile instances, print resources.
 
-With --ptx DIR: write compute_70 PTX of all of them there. Needs no GPU.
+With --ptx DIR: write compute_70 PTX of all of them there. With --table FILE: write the table of
+resources that tests compare with. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from voltapile.kernels.cuda.compile import compile_instance, ptx_name, write_whole
+from voltapile.kernels.cuda.launch import Instance
 from voltapile.kernels.cuda.nvrtc import CompileError
+from voltapile.kernels.cuda.resources import ARCHS, resources_of, table
 from voltapile.kernels.cuda.table import INSTANCES
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m voltapile.kernels.cuda", description=__doc__)
-    parser.add_argument("--arch", default="sm_70", help="sm_70, sm_75, sm_90, or compute_70 for PTX")
+    parser.add_argument("--arch", default="sm_70", help="sm_70, sm_75, sm_90 ...")
     parser.add_argument("-k", default="", help="only instances whose name holds this")
+    parser.add_argument("-j", type=int, default=len(os.sched_getaffinity(0)), help="threads")
     parser.add_argument("--ptx", type=Path, help="write PTX for compute_70 to this folder")
+    parser.add_argument("--table", type=Path, help="write resources of sm_70 and sm_75 here")
     args = parser.parse_args()
-    failed = 0
-    for instance in (each for each in INSTANCES if args.k in each.name):
-        began = time.perf_counter()
-        arch = "compute_70" if args.ptx else args.arch
-        try:
-            code = compile_instance(instance, arch)
-        except CompileError as error:
-            failed += 1
-            print(f"FAILED {instance.name}\n{error}")
-            continue
-        if args.ptx:
-            write_whole(args.ptx / ptx_name(instance), code)
-        print(f"{instance.name}: {len(code)} bytes, {time.perf_counter() - began:.1f} s")
+    chosen = [each for each in INSTANCES if args.k in each.name]
+    with ThreadPoolExecutor(args.j) as pool:
+        failed = sum(
+            not told for told in pool.map(lambda each: _compile(each, args.arch, args.ptx), chosen)
+        )
+        if args.table and not failed:
+            for arch in ARCHS:
+                list(pool.map(lambda each, arch=arch: resources_of(each, arch), chosen))
+            _write_table(args.table, chosen)
+    print(f"{len(chosen) - failed} compiled, {failed} failed")
     return min(failed, 1)
+
+
+def _compile(instance: Instance, arch: str, ptx: Path | None) -> bool:
+    """Whether it compiles; prints one line, or the compiler's log."""
+    began = time.perf_counter()
+    try:
+        code = compile_instance(instance, "compute_70" if ptx else arch)
+    except CompileError as error:
+        print(f"FAILED {instance.name}\n{error}")
+        return False
+    seconds = time.perf_counter() - began
+    if ptx:
+        write_whole(ptx / ptx_name(instance), code)
+        print(f"{instance.name}: {len(code)} bytes of PTX, {seconds:.1f} s")
+        return True
+    used = resources_of(instance, arch)
+    print(
+        f"{instance.name}: {used.registers} registers, {used.spilled} spilled, {used.stack} stack, "
+        f"{used.shared} shared, {seconds:.1f} s"
+    )
+    return True
+
+
+def _write_table(path: Path, instances: list[Instance]) -> None:
+    """One line for each instance, so that a change is easy to see."""
+    archs = []
+    for arch, rows in table(instances).items():
+        lines = [f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items())]
+        archs.append(f"  {json.dumps(arch)}: {{\n" + ",\n".join(lines) + "\n  }")
+    path.write_text("{\n" + ",\n".join(archs) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Code is kept by a digest of source, options, architecture and compiler. Needs no
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -27,6 +28,7 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "voltapile" / "kernels"
 
 
+@functools.lru_cache(maxsize=256)
 def source_of(file: str) -> str:
     """The text of a file of csrc with its own includes put in, each file once.
 
@@ -40,15 +42,30 @@ def compile_instance(instance: Instance, arch: str, cache: Path | None = None) -
 
     cache: None is the user's. Raises nvrtc.CompileError.
     """
+    return _compiled(instance, arch, cache, ".cubin" if arch.startswith("sm_") else ".ptx")
+
+
+def compile_log(instance: Instance, arch: str, cache: Path | None = None) -> str:
+    """What the compiler said of a cubin, e.g. its registers; as compile_instance."""
+    return _compiled(instance, arch, cache, ".log").decode()
+
+
+def _compiled(instance: Instance, arch: str, cache: Path | None, suffix: str) -> bytes:
+    """One of the files that a compilation leaves in the cache."""
     folder = cache_folder() if cache is None else cache
-    path = folder / f"{digest(instance, arch)}.{'cubin' if arch.startswith('sm_') else 'ptx'}"
+    stem = digest(instance, arch)
     try:
-        return path.read_bytes()
+        return (folder / f"{stem}{suffix}").read_bytes()
     except OSError:
         pass
-    code = nvrtc.compile_source(instance.file, source_of(instance.file), _flags(instance), arch)
-    write_whole(path, code)
-    return code
+    flags = _flags(instance)
+    if arch.startswith("sm_"):
+        flags.append("--ptxas-options=-v")
+    code, log = nvrtc.compile_source(instance.file, source_of(instance.file), flags, arch)
+    whole = {".log": log.encode(), ".cubin" if arch.startswith("sm_") else ".ptx": code}
+    for each, data in whole.items():
+        write_whole(folder / f"{stem}{each}", data)
+    return whole[suffix]
 
 
 def compile_all(

@@ -67,8 +67,10 @@ def include_folders() -> tuple[str, ...]:
     return tuple(found[:1])
 
 
-def compile_source(name: str, source: str, options: Sequence[str], arch: str) -> bytes:
-    """A cubin for arch "sm_XX", PTX for "compute_XX". Raises CompileError."""
+def compile_source(
+    name: str, source: str, options: Sequence[str], arch: str
+) -> tuple[bytes, str]:
+    """A cubin for arch "sm_XX", PTX for "compute_XX"; and the compiler's log. Raises CompileError."""
     nvrtc, program = library(), ctypes.c_void_p()
     texts = [text.encode() for text in HEADERS.values()]
     names = [header.encode() for header in HEADERS]
@@ -89,11 +91,12 @@ def compile_source(name: str, source: str, options: Sequence[str], arch: str) ->
         flags += [f"--include-path={folder}" for folder in include_folders()]
         encoded = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         status = nvrtc.nvrtcCompileProgram(program, len(flags), encoded)
+        log = _take(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")
+        text = log.decode(errors="replace").rstrip("\0")
         if status != 0:
-            log = _take(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")
-            raise CompileError(f"{name} for {arch}:\n{log.decode(errors='replace').rstrip(chr(0))}")
+            raise CompileError(f"{name} for {arch}:\n{text}")
         kind = "CUBIN" if arch.startswith("sm_") else "PTX"
-        return _take(program, f"nvrtcGet{kind}Size", f"nvrtcGet{kind}")
+        return _take(program, f"nvrtcGet{kind}Size", f"nvrtcGet{kind}"), text
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

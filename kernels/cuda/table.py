@@ -12,9 +12,9 @@ __all__ = ["INSTANCES", "Instance"]
 
 
 def _instances() -> list[Instance]:
-    from voltapile.kernels.cuda import rows
+    from voltapile.kernels.cuda import rows, sampling
 
-    found = list(rows.INSTANCES)
+    found = [*rows.INSTANCES, *sampling.INSTANCES]
     assert len(set(found)) == len(found), "an instance is listed twice"
     return found
 

@@ -1,0 +1,106 @@
+"""Launchers of the ends of a step: tokens that continue, and the choice of new ones.
+
+The two structs that the kernel takes by value are packed here as csrc/sample.cu declares them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
+from voltapile.kernels.ops import MAX_STOP_IDS, Batch, SlotState, StepOutput
+
+BEGIN = Instance("sample.cu", "begin_step")
+SAMPLE = Instance("sample.cu", "sample_rows", (), True)
+INSTANCES = [BEGIN, SAMPLE]
+
+MOST_CONTEXT = 1 << 20  # the kernel counts a token's places in 20 bits
+THREADS = 1024
+
+
+def begin(ops: Launcher, batch: Batch, state: SlotState) -> None:
+    count = len(batch.tokens)
+    arrays = (
+        batch.tokens,
+        batch.slots,
+        batch.positions,
+        batch.rope_positions,
+        batch.continues,
+        state.last_token,
+        state.next_position,
+        state.history,
+    )
+    if count:
+        ops.kernel(BEGIN)(
+            (-(-count // 128),),
+            128,
+            (*(a.ptr for a in arrays), np.int32(count), np.int32(state.history.shape[1])),
+        )
+
+
+def sample(
+    ops: Launcher, logits: DeviceArray, batch: Batch, state: SlotState, out: StepOutput
+) -> None:
+    rows = len(batch.outputs)
+    assert logits.ndim == 2, logits
+    assert len(logits) == rows, (logits, rows)
+    arrays = (out.tokens, out.finish, out.logprob_ids, out.logprobs)
+    assert min(map(len, arrays)) >= rows, rows
+    assert out.logprob_ids.shape == out.logprobs.shape, out.logprobs
+    assert state.stop_ids.shape[1] == MAX_STOP_IDS, state.stop_ids
+    assert state.history.shape[1] < MOST_CONTEXT, state.history
+    if not rows:
+        return
+    scratch = ops.scratch(logits.shape)
+    ops.kernel(SAMPLE)(
+        (rows,),
+        THREADS,
+        (
+            logits.ptr,
+            scratch.ptr,
+            batch.outputs.ptr,
+            batch.slots.ptr,
+            batch.positions.ptr,
+            _state_struct(state),
+            _output_struct(out),
+            np.int32(logits.shape[1]),
+        ),
+    )
+
+
+def _state_struct(state: SlotState) -> np.ndarray:
+    pointers = (
+        state.last_token,
+        state.next_position,
+        state.finished,
+        state.max_position,
+        state.stop_ids,
+        state.temperature,
+        state.top_k,
+        state.top_p,
+        state.min_p,
+        state.seed,
+        state.history,
+        state.prompt_tokens,
+        state.penalty_window,
+        state.repetition_penalty,
+        state.presence_penalty,
+        state.frequency_penalty,
+        state.bias_count,
+        state.bias_ids,
+        state.bias_values,
+        state.logprobs,
+    )
+    return _packed(pointers, (state.history.shape[1], state.bias_ids.shape[1]))
+
+
+def _output_struct(out: StepOutput) -> np.ndarray:
+    pointers = out.tokens, out.finish, out.logprob_ids, out.logprobs
+    return _packed(pointers, (out.logprobs.shape[1],))
+
+
+def _packed(pointers: tuple[DeviceArray, ...], numbers: tuple[int, ...]) -> np.ndarray:
+    """One element: pointers, then int32 numbers, padded to 8 bytes as C++ does."""
+    fields = [(f"p{i}", np.uint64) for i in range(len(pointers))]
+    fields += [(f"n{i}", np.int32) for i in range(len(numbers) + len(numbers) % 2)]
+    values = (*(array.ptr for array in pointers), *numbers, *([0] * (len(numbers) % 2)))
+    return np.array([values], np.dtype(fields))
