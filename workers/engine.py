@@ -30,7 +30,8 @@ from voltapile.topology.plan import Plan
 from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import Caches
 from voltapile.workers.models.registry import model_class
-from voltapile.workers.protocol import Result, Row, Sampled, Step, Want
+from voltapile.workers.protocol import Result, Row, Sampled, Sampling, Step, Want
+from voltapile.workers.scoring import PromptScores
 from voltapile.workers.weights import FileWeights
 
 Progress = Callable[[str, float], None]  # stage, fraction
@@ -43,6 +44,7 @@ class Engine:
         self.plan, self.ops, self.gguf, self.rank = plan, ops, gguf, rank
         self.most_outputs = max([plan.slots, *plan.buckets])
         self.wants = [Want()] * plan.slots
+        self.scores: dict[int, PromptScores] = {}  # by slot, where they are wanted
 
     def load(self, progress: Progress = lambda stage, fraction: None) -> None:
         """Build the model, allocate caches, record the decode steps."""
@@ -71,6 +73,7 @@ class Engine:
         if step.rows:
             batch = self._compute(step.rows)
             rows = self._answers(step.rows, batch)
+            self._score_prompts(step.rows, rows)
         return Result(id=step.id, rows=rows, seconds=time.perf_counter() - began)
 
     def forget(self) -> None:
@@ -87,15 +90,18 @@ class Engine:
         self.caches.release(0)
         self.caches.append(0, first_pages(self.plan, len(tokens)))
         for start in range(0, len(tokens), self.plan.batch_tokens):
-            self.ops.reset_scratch()
-            chunk = tokens[start : start + self.plan.batch_tokens]
-            batch = self.buffer.fill_all_outputs(0, chunk, start)
-            hidden, _ = self.model.forward(batch, self.caches.layers)
-            for first in range(0, len(chunk), self.most_outputs):
-                with self.ops.scope():
-                    logits = self.model.head(hidden[first : first + self.most_outputs])
-                    yield self.ops.to_host(logits)
+            yield from self._logits(0, tokens[start : start + self.plan.batch_tokens], start)
         self.caches.release(0)
+
+    def _logits(self, slot: int, tokens: np.ndarray, start: int) -> Iterator[np.ndarray]:
+        """float32 [n, V] pieces of the logits after each token of one row."""
+        self.ops.reset_scratch()
+        batch = self.buffer.fill_all_outputs(slot, tokens, start)
+        hidden, _ = self.model.forward(batch, self.caches.layers)
+        for first in range(0, len(tokens), self.most_outputs):
+            with self.ops.scope():
+                logits = self.model.head(hidden[first : first + self.most_outputs])
+                yield self.ops.to_host(logits)
 
     def _apply(self, step: Step) -> None:
         """Everything of a Step that comes before its rows are computed."""
@@ -108,11 +114,17 @@ class Engine:
             assert row.mask is None, "grammar masks are not built yet"
             assert row.forced < 0, "forced tokens are not built yet"
             if row.sampling is not None:
-                self.wants[row.slot] = row.want or Want()
-                self.caches.begin_request(row.slot, row.sampling, row.want)
+                self._begin_request(row.slot, row.sampling, row.want or Want())
             if row.history is not None:
                 self.caches.remember(row.slot, row.history)
             self.caches.append(row.slot, row.pages)
+
+    def _begin_request(self, slot: int, sampling: Sampling, want: Want) -> None:
+        self.wants[slot] = want
+        self.caches.begin_request(slot, sampling, want)
+        self.scores.pop(slot, None)
+        if want.prompt_logprobs >= 0:
+            self.scores[slot] = PromptScores(sampling.prompt_tokens, want.prompt_logprobs)
 
     def _compute(self, rows: Sequence[Row]) -> Batch:
         """Run the rows: replay a recorded step if all of them are one token, else run eagerly."""
@@ -177,6 +189,17 @@ class Engine:
         for i in wanted:
             pairs = zip(ids[i].tolist(), values[i].tolist(), strict=True)
             answers[i].logprobs = [[pair for pair in pairs if pair[0] >= 0]]
+
+    def _score_prompts(self, rows: Sequence[Row], answers: list[Sampled]) -> None:
+        """Compute the rows of wanted prompts once more, with logits after each token: the usual
+        way stays as it is, and keys and values are written again, unchanged."""
+        for row in rows:
+            scores = self.scores.get(row.slot)
+            if scores and len(row.tokens) and scores.needs(row.start):
+                scores.add(row.start, row.tokens, self._logits(row.slot, row.tokens, row.start))
+        for answer in answers:
+            if answer.slot in self.scores:
+                answer.prompt_logprobs = self.scores.pop(answer.slot).found
 
     def _explain(self, batch: Batch, bad: list[int]) -> list[str]:
         """Where the non-finite logits of some outputs come from."""

@@ -119,7 +119,8 @@ class Sampled(msgspec.Struct, array_like=True, kw_only=True):
     tokens: 1 + accepted drafts; empty where the slot had finished before this Step.
     finish: "" | "stop" (a stop id; it is the last of tokens) | "length" | "error".
     logprobs: for each token, the chosen one's first, then as many of the best as were wanted, as
-    (id, log-probability) pairs of the unmodified distribution.
+    (id, log-probability) pairs of the unmodified distribution. prompt_logprobs: the same for each
+    token of the prompt, with the first answer; empty at position 0 and in a reused prefix.
     """
 
     slot: int

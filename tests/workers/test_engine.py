@@ -305,6 +305,41 @@ def test_the_best_alternatives(engine: Any, drive: Make) -> None:
             assert set(ids[1:4]) == set(np.argsort(-x)[:3].tolist())
 
 
+@pytest.mark.parametrize("chunk", [0, 64])
+def test_logprobs_of_a_prompt(engine: Any, drive: Make, chunk: int) -> None:
+    """Whole or in chunks, beside another request, and once: with the first token."""
+    driver, prompt = drive(engine), PROMPTS[2]
+    expected = driver.generate(prompt, 4, prompt_tokens=len(prompt))
+    other = list(driver.step(driver.start(1, PROMPTS[1], 9))[0].tokens)
+    rows = driver.start(0, prompt, 4, chunk, prompt_tokens=len(prompt))
+    rows[0].want = Want(prompt_logprobs=2)
+    for row in rows:
+        answers = {answer.slot: answer for answer in driver.step([Row(slot=1), row])}
+        other += answers[1].tokens
+    found, tokens = answers[0].prompt_logprobs, list(answers[0].tokens)
+    for _ in range(3):
+        mine, theirs = driver.step([Row(slot=0), Row(slot=1)])
+        tokens += mine.tokens
+        other += theirs.tokens
+        assert not mine.prompt_logprobs
+    driver.release(0)
+    driver.release(1)
+    assert tokens == expected
+    assert other == driver.generate(PROMPTS[1], len(other))
+    logits = np.concatenate(list(engine.prompt_logits(np.asarray(prompt, np.int32))))
+    x = logits.astype(np.float64)
+    x -= np.log(np.exp(x).sum(axis=1, keepdims=True))
+    assert len(found) == len(prompt)
+    assert found[0] == []
+    for position in range(1, len(prompt)):
+        [(token, value), (best, high), (_, low)] = found[position]
+        assert token == prompt[position]
+        assert value == pytest.approx(x[position - 1, token], abs=1e-3)
+        assert high == pytest.approx(x[position - 1].max(), abs=1e-3)
+        assert best == x[position - 1].argmax()
+        assert value <= high >= low
+
+
 def test_a_bad_number_is_that_requests_error(engine: Any, drive: Make) -> None:
     """A NaN in the cache of one request ends it with a place; its neighbour goes on."""
     driver = drive(engine)
