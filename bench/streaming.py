@@ -88,6 +88,8 @@ def joint_tok_s(streams: list[Timed]) -> float:
     Several tokens may share an event, so a stream's tokens are spread evenly over its events.
     """
     begin, end = max(s.first for s in streams), min(s.last for s in streams)
+    if end <= begin:
+        raise RuntimeError("the streams never ran all together: ask for more tokens")
     tokens = 0.0
     for stream in streams:
         inside = sum(n for when, n in stream.arrivals if begin < when <= end)

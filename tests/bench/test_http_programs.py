@@ -1,0 +1,35 @@
+"""The programs under bench/ that talk HTTP still run; their figures are not checked here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+def run(program: str, *options: str) -> str:
+    done = subprocess.run([sys.executable, str(BENCH / program), *options],
+                          capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_gateway_overhead(mini: Path) -> None:
+    model = str(mini / "llama/model-f16.gguf")
+    options = ["-m", model, "--tokens", "20", "--pace", "0", "--repeat", "1", "--json"]
+    rows = json.loads(run("gateway_overhead.py", *options))
+    assert [row["streams"] for row in rows] == [1, 8]
+    assert all(row["cpu_us_per_token"] > 0 and row["tok_s"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_http_stream(smollm2: Path) -> None:
+    options = ["-m", str(smollm2), "-t", "1", "--tokens", "80", "--rounds", "1", "--json"]
+    result = json.loads(run("http_stream.py", *options))
+    assert result["one_tok_s"] > 0
+    assert result["joint_tok_s"] > 0
