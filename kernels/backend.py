@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from voltapile.shm.formats import FORMATS
 
-NAMES = ("cpu", "reference")
+NAMES = ("cpu", "reference", "cuda")
 
 
 def describe(name: str) -> dict[str, object]:
@@ -17,6 +17,8 @@ def describe(name: str) -> dict[str, object]:
         return _describe_cpu()
     if name == "reference":
         return _describe_reference()
+    if name == "cuda":
+        return _describe_cuda()
     raise ValueError(f"unknown backend {name!r}; there are {', '.join(NAMES)}")
 
 
@@ -34,6 +36,8 @@ def _describe_cpu() -> dict[str, object]:
         "activation_bytes": _cpu.quantised_bytes(1, columns) / columns,
         "reserve_bytes": 160 << 20,
         "captures": True,
+        "in_vram": False,
+        "workspace_bytes": 0,
     }
 
 
@@ -48,6 +52,27 @@ def _describe_reference() -> dict[str, object]:
         "activation_bytes": 0.0,
         "reserve_bytes": 256 << 20,
         "captures": False,
+        "in_vram": False,
+        "workspace_bytes": 0,
+    }
+
+
+def _describe_cuda() -> dict[str, object]:
+    from voltapile.kernels.cuda.rows import FORMATS as WITH_HEADER
+
+    return {
+        "name": "cuda",
+        "formats": list(WITH_HEADER),
+        "kv_types": {"f16": (1, 2), "q8_0": (32, 34)},
+        "page_tokens": 64,
+        "max_decode_rows": 64,
+        "activation_bytes": 4.0,
+        # The driver's context, loaded kernels, recorded steps, constants: measured on an H200.
+        "reserve_bytes": 1 << 30,
+        "captures": True,
+        "in_vram": True,
+        # Partial results of split products and of attention over long contexts.
+        "workspace_bytes": 256 << 20,
     }
 
 

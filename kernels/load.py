@@ -13,8 +13,11 @@ def load(
     cpus: list[int] | None = None,
     heartbeat: int = 0,
     abort: int = 0,
+    device: str = "",
 ) -> Ops:
-    """The Ops called `name`; the rest is as in CpuOps, and nothing to the reference."""
+    """The Ops called `name`; the rest is as in CpuOps, and nothing to the reference.
+
+    device: a Plan's, e.g. "cuda:0"."""
     if name == "cpu":
         from voltapile.kernels.cpu.ops import CpuOps
 
@@ -23,4 +26,8 @@ def load(
         from voltapile.kernels.reference.ops import ReferenceOps
 
         return ReferenceOps()
+    if name == "cuda":
+        from voltapile.kernels.cuda.ops import CudaOps
+
+        return CudaOps(int(device.partition(":")[2] or 0), scratch_bytes)
     raise ValueError(f"unknown backend {name!r}; there are {', '.join(NAMES)}")

@@ -176,4 +176,6 @@ def test_module_imports_alone(path: Path) -> None:
         check=False,
         cwd="/",
     )
+    if "No module named 'cupy'" in done.stderr:
+        pytest.skip("cupy is not installed")
     assert done.returncode == 0, done.stderr

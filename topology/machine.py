@@ -1,7 +1,8 @@
-"""What this computer has: CPU nodes, cores, memory, (later) GPUs and links. JSON round trip.
+"""What this computer has: CPU nodes, cores, memory, GPUs, (later) links. JSON round trip.
 
-Probing only reads /sys and /proc; a written Machine plans for a computer that one does not own.
-Counts what this process may use: its CPU affinity and the limits of its control groups.
+Probing reads /sys, /proc and what the NVIDIA driver tells; a written Machine plans for a computer
+that one does not own. Counts what this process may use: its CPU affinity and the limits of its
+control groups.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 from voltapile.topology.cgroup import cpu_limit, memory_limit
+from voltapile.topology.gpu import Gpu, probe_gpus
 
 
 class MachineError(ValueError):
@@ -40,6 +42,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     available_bytes: int
     cpu_limit: float = 0.0  # CPUs' worth of time that a control group allows; 0: no limit
+    gpus: list[Gpu] = []
 
 
 def probe(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Machine:
@@ -58,6 +61,7 @@ def probe(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Mac
         memory_bytes=total,
         available_bytes=available,
         cpu_limit=cpu_limit(root),
+        gpus=probe_gpus() if root == Path("/") else [],
     )
 
 

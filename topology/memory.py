@@ -6,18 +6,24 @@ Upper bounds, because workers allocate what the Plan says and nothing else.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from voltapile.topology.spec import Spec
 
 if TYPE_CHECKING:
+    from voltapile.shm.gguf import Tensor
+    from voltapile.topology.machine import Machine
     from voltapile.topology.plan import Backend, CacheGroup
 
 SLOT_BYTES = 8704  # one slot's state (8,324 bytes in use: a bias takes 8,192) and answer (176)
 TOKEN_BYTES = 64  # one token's fields in the step's input, on the host and on the device
 ALLOCATION_BYTES = 64  # alignment of each scratch array
 LAYER_ARRAYS = 64  # more than a layer and the ends of a step allocate
+VRAM_BLOCK = 64 << 20  # shared by small tensors
+VRAM_PIECE = 2 << 20  # of which the driver hands out whole numbers
+VRAM_SLACK = 512  # behind a tensor: alignment, and bytes that kernels may read past it
 MOST_COLUMNS = 2**26  # more pages than any memory holds
 
 
@@ -40,10 +46,11 @@ class Sizes:
     most: tuple[int, ...]  # pages that each group can use
     table: int  # one more page in every slot's tables
     history: int  # the tokens of one more page in every slot
+    weights: int = 0  # in VRAM; what stays in the mapped file does not count
 
     @property
     def fixed(self) -> int:
-        return self.scratch + self.slots + self.reserve
+        return self.weights + self.scratch + self.slots + self.reserve
 
     def pages(self, columns: int) -> list[int]:
         """Of each group, the trash page included."""
@@ -59,7 +66,7 @@ class Sizes:
     def memory(self, columns: int, context: int) -> dict[str, int]:
         """Bytes by purpose, for a context of so many pages."""
         return {
-            "weights": 0,
+            "weights": self.weights,
             "kv": self.kv(columns),
             "scratch": self.scratch,
             "slots": self.slots + (columns + 1) * self.table + context * self.history,
@@ -78,6 +85,7 @@ def sizes(
     slots: int,
     batch: int,
     steps_in_flight: int,
+    weights: int = 0,
 ) -> Sizes:
     """caches: groups whose pages are not counted yet."""
     return Sizes(
@@ -88,6 +96,7 @@ def sizes(
         most=tuple(_most_pages(group, slots, steps_in_flight * batch) for group in caches),
         table=2 * 4 * (slots + 1) * len(caches),  # int32, on the host and on the device
         history=4 * (slots + 1) * backend.page_tokens,
+        weights=weights,
     )
 
 
@@ -131,7 +140,31 @@ def scratch_bytes(spec: Spec, backend: Backend, batch: int, slots: int) -> int:
     attention += 4 * spec.heads * (spec.value_dim + 2) + 4 * width
     feed_forward = own * width + 8 * ffn + own * ffn + 4 * width
     whole = tokens * (ends + max(attention, feed_forward)) + 8 * slots * spec.vocab
-    return int(whole) + LAYER_ARRAYS * ALLOCATION_BYTES
+    return int(whole) + LAYER_ARRAYS * ALLOCATION_BYTES + backend.workspace_bytes
+
+
+def memory_of(machine: Machine, backend: Backend) -> tuple[str, int, int]:
+    """(whose, all bytes, free bytes) of the memory that a rank lives in."""
+    if not backend.in_vram:
+        return "this machine", machine.memory_bytes, machine.available_bytes
+    if not machine.gpus:
+        raise PlanError(f"--backend {backend.name}: this machine has no GPU that the driver shows")
+    gpu = machine.gpus[0]
+    return f"GPU {gpu.index} ({gpu.name})", gpu.memory_bytes, gpu.free_bytes
+
+
+def resident_bytes(tensors: Iterable[Tensor]) -> int:
+    """What tensors take in VRAM: small ones share blocks, a large one is a whole number of the
+    driver's pieces."""
+    small = large = 0
+    for tensor in tensors:
+        nbytes = tensor.nbytes + VRAM_SLACK
+        if nbytes < VRAM_BLOCK // 4:
+            small += nbytes
+        else:
+            large += -(-nbytes // VRAM_PIECE) * VRAM_PIECE
+    # A small one that does not fit any longer wastes up to a quarter of its block.
+    return large + (-(-small * 4 // (3 * VRAM_BLOCK)) + 1) * VRAM_BLOCK
 
 
 def row_bytes(backend: Backend, option: str, type_name: str, dim: int) -> int:

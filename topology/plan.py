@@ -22,7 +22,7 @@ import msgspec
 from voltapile.shm.gguf import Tensor
 from voltapile.topology.endpoint import default_endpoint
 from voltapile.topology.machine import Machine
-from voltapile.topology.memory import PlanError, Sizes, row_bytes, sizes
+from voltapile.topology.memory import PlanError, Sizes, memory_of, resident_bytes, row_bytes, sizes
 from voltapile.topology.spec import CacheNeed, Spec
 
 __all__ = ["Backend", "Options", "Plan", "PlanError", "from_json", "largest_context", "plan"]
@@ -44,6 +44,8 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: float  # scratch bytes for each value of a linear's input, its copies included
     reserve_bytes: int  # what the process itself holds: interpreter, libraries, thread stacks
     captures: bool
+    in_vram: bool = False  # weights and caches live in a GPU's memory
+    workspace_bytes: int = 0  # scratch bytes beside what follows from the model's shapes
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +148,7 @@ class TensorTable(Protocol):
 def plan(
     spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
 ) -> Plan:
-    """The Plan of one CPU rank. Raises PlanError."""
+    """The Plan of one rank, on the CPU or on the first GPU. Raises PlanError."""
     _check(options)
     warnings: list[str] = []
     tensors = _tensors(gguf, backend)
@@ -161,12 +163,12 @@ def plan(
         )
     rank = RankPlan(
         rank=0,
-        device="cpu",
+        device="cuda:0" if backend.in_vram else "cpu",
         node=node,
         cpus=cpus,
         threads=len(cpus),
         memory=budget.sizes.memory(columns, -(-context // budget.page_tokens)),
-        mapped_bytes=budget.mapped,
+        mapped_bytes=sum(tensor.nbytes for tensor in gguf.tensors.values()),
     )
     rows = min(slots, backend.max_decode_rows) if backend.captures else 0
     return _sealed(
@@ -273,14 +275,17 @@ def _budget(
     groups = [_cache_group(need, backend, key_type, value_type) for need in spec.caches]
     slots = options.slots or DEFAULT_SLOTS
     mapped = sum(tensor.nbytes for tensor in gguf.tensors.values())
-    if mapped > machine.memory_bytes:
+    owner, total, free = memory_of(machine, backend)
+    if mapped > total:
         raise PlanError(
-            f"the model's tensors take {_show(mapped)}, but this machine has "
-            f"{_show(machine.memory_bytes)} of memory in all: take a smaller model or quantisation"
+            f"the model's tensors take {_show(mapped)}, but {owner} has "
+            f"{_show(total)} of memory in all: take a smaller model or quantisation"
         )
-    found = sizes(spec, backend, groups, slots, options.batch_tokens, STEPS_IN_FLIGHT)
-    available = machine.available_bytes - options.margin_bytes
-    return groups, _Budget(found, available, options.margin_bytes, mapped, backend.page_tokens)
+    weights = resident_bytes(gguf.tensors.values()) if backend.in_vram else 0
+    found = sizes(spec, backend, groups, slots, options.batch_tokens, STEPS_IN_FLIGHT, weights)
+    available = free - options.margin_bytes
+    beside = 0 if backend.in_vram else mapped
+    return groups, _Budget(found, available, options.margin_bytes, beside, backend.page_tokens)
 
 
 def _context(
@@ -313,8 +318,11 @@ def _shortage(budget: _Budget, context: int, options: Options) -> str:
     advice = f"use -c {budget.largest} or less" if budget.largest else "use a smaller -b or -np"
     if budget.largest and not options.cache_type_k:
         advice += ", or a smaller cache type (-ctk, -ctv)"
+    weights = f"weights {_show(budget.sizes.weights)}, " if budget.sizes.weights else ""
+    if weights:
+        advice += ", or -ngl 0 for the CPU"
     return (
-        f"not enough memory: {_show(needed)} needed (cache for a context of {context} "
+        f"not enough memory: {_show(needed)} needed ({weights}cache for a context of {context} "
         f"{_show(kv)}, scratch {_show(budget.sizes.scratch)}, slots {_show(budget.sizes.slots)}, "
         f"reserve {_show(budget.sizes.reserve)}), but {_show(max(0, budget.available))} available "
         f"({_show(budget.margin)} kept free): {advice}"
@@ -340,17 +348,16 @@ def _cache_group(need: CacheNeed, backend: Backend, key_type: str, value_type: s
 
 
 def _tensors(gguf: TensorTable, backend: Backend) -> dict[str, Placement]:
-    """Every tensor stays in the mapped file."""
+    """Every tensor is in VRAM, or stays in the mapped file."""
     placed = {}
+    tier = "vram" if backend.in_vram else "mapped"
     for name, tensor in gguf.tensors.items():
         if tensor.type_name not in backend.formats:
             raise PlanError(
                 f"tensor {name!r} has type {tensor.type_name}, which the {backend.name} backend "
                 f"cannot compute with; supported: {', '.join(backend.formats)}"
             )
-        placed[name] = Placement(
-            tier="mapped", ranks=[0], bytes=tensor.nbytes, type=tensor.type_name
-        )
+        placed[name] = Placement(tier=tier, ranks=[0], bytes=tensor.nbytes, type=tensor.type_name)
     return placed
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from voltapile.topology.machine import Machine
     from voltapile.topology.plan import Plan
 
-DEFAULT_BACKEND = "cpu"
+DEFAULT_BACKEND = "auto"
+BACKENDS = ("auto", "cpu", "cuda", "reference")
 
 
 def add_model_options(
@@ -37,7 +39,10 @@ def add_model_options(
     add("-ctk", "--cache-type-k", default="", metavar="TYPE", help="type of the cached keys")
     add("-ctv", "--cache-type-v", default="", metavar="TYPE", help="type of the cached values")
     add("-a", "--alias", default="", metavar="NAME", help="the model's name for clients")
-    add("--backend", default=DEFAULT_BACKEND, choices=("cpu", "reference"), help="who computes")
+    add("-ngl", "--n-gpu-layers", "--gpu-layers", dest="gpu_layers", type=int, default=-1,
+        metavar="N", help="0 keeps the GPU out; anything else is all layers")  # fmt: skip
+    add("--backend", default=DEFAULT_BACKEND, choices=BACKENDS,
+        help="who computes; auto: cuda where there is a GPU, else cpu")  # fmt: skip
     add("--machine", default=None, metavar="FILE", help="plan for the machine in this JSON file")
 
 
@@ -65,4 +70,15 @@ def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
     )
     with Gguf.open(Path(args.model).expanduser()) as gguf:
         computer = machine.load(args.machine) if args.machine else machine.probe()
-        return plan(spec_of(gguf), gguf, computer, Backend(**describe(args.backend)), options)
+        backend = Backend(**describe(choose_backend(args, computer)))
+        return plan(spec_of(gguf), gguf, computer, backend, options)
+
+
+def choose_backend(args: argparse.Namespace, computer: Machine) -> str:
+    """The backend that --backend and -ngl ask for on this computer."""
+    import importlib.util
+
+    if args.backend != "auto":
+        return str(args.backend)
+    has_gpu = bool(computer.gpus) and importlib.util.find_spec("cupy") is not None
+    return "cuda" if has_gpu and args.gpu_layers != 0 else "cpu"

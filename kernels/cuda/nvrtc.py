@@ -67,10 +67,8 @@ def include_folders() -> tuple[str, ...]:
     return tuple(found[:1])
 
 
-def compile_source(
-    name: str, source: str, options: Sequence[str], arch: str
-) -> tuple[bytes, str]:
-    """A cubin for arch "sm_XX", PTX for "compute_XX"; and the compiler's log. Raises CompileError."""
+def compile_source(name: str, source: str, options: Sequence[str], arch: str) -> tuple[bytes, str]:
+    """A cubin for arch "sm_XX", PTX for "compute_XX"; and the log. Raises CompileError."""
     nvrtc, program = library(), ctypes.c_void_p()
     texts = [text.encode() for text in HEADERS.values()]
     names = [header.encode() for header in HEADERS]

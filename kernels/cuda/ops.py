@@ -159,9 +159,7 @@ class CudaOps:
     def begin(self, batch: Batch, state: SlotState) -> None:
         sampling.begin(self, batch, state)
 
-    def sample(
-        self, logits: DeviceArray, batch: Batch, state: SlotState, out: StepOutput
-    ) -> None:
+    def sample(self, logits: DeviceArray, batch: Batch, state: SlotState, out: StepOutput) -> None:
         with self.scope():
             sampling.sample(self, logits, batch, state, out)
 
@@ -210,9 +208,7 @@ class CudaOps:
     ) -> DeviceArray:
         return rows.rope_angles(self, positions, inv_freq, scale)
 
-    def rope_(
-        self, x: DeviceArray, angles: DeviceArray, head_dim: int, layout: str
-    ) -> DeviceArray:
+    def rope_(self, x: DeviceArray, angles: DeviceArray, head_dim: int, layout: str) -> DeviceArray:
         return rows.rope_(self, x, angles, head_dim, layout)
 
     def store_kv(

@@ -29,9 +29,7 @@ LONGEST_HEAD = 512  # runs that one warp norms
 MAX_ROWS = 65535  # a grid's limit on its second axis
 
 
-def embed(
-    ops: Launcher, table: CudaWeight, tokens: DeviceArray, scale: float = 1.0
-) -> DeviceArray:
+def embed(ops: Launcher, table: CudaWeight, tokens: DeviceArray, scale: float = 1.0) -> DeviceArray:
     vocab, width = table.shape
     blocks = width // format_of(table.type_name).block_len
     out = ops.scratch((len(tokens), width))
