@@ -124,11 +124,12 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
         vocabulary.tokens[i]: float(vocabulary.scores[i])
         for i in reversed(vocabulary.of_kind(NORMAL, USER_DEFINED))
     }
+    own = {text: text for text in scores}  # a pair holds these, not half a million copies of parts
     return [
         (left, right)
         for text in sorted(scores, key=scores.__getitem__, reverse=True)
-        for left, right in ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-        if left in scores and right in scores
+        for cut in range(1, len(text))
+        if (left := own.get(text[:cut])) and (right := own.get(text[cut:]))
     ]
 
 

@@ -93,7 +93,7 @@ class Vocabulary:
             bos_id=_role(metadata, "bos", len(tokens)),
             eos_id=_role(metadata, "eos", len(tokens)),
             unknown_id=_role(metadata, "unknown", len(tokens)),
-            eog_ids=_end_ids(metadata, tokens),
+            eog_ids=_end_ids(metadata, tokens, kinds),
             add_bos=_flag(metadata, "add_bos_token"),
             add_eos=_flag(metadata, "add_eos_token"),
             add_space_prefix=_flag(metadata, "add_space_prefix"),
@@ -133,9 +133,16 @@ def _role(metadata: Mapping[str, Any], role: str, size: int) -> int | None:
     return int(value)
 
 
-def _end_ids(metadata: Mapping[str, Any], tokens: Sequence[str]) -> frozenset[int]:
+def _end_ids(
+    metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]
+) -> frozenset[int]:
     roles = (_role(metadata, role, len(tokens)) for role in _END_ROLES)
-    named = {i for i, text in enumerate(tokens) if text in _END_TEXTS}
+    named = {
+        i
+        for i, text in enumerate(tokens)
+        # Gemma's user-defined "</s>" closes struck-out HTML and ends nothing.
+        if text in _END_TEXTS and (text != "</s>" or kinds[i] != USER_DEFINED)
+    }
     return frozenset(named | {i for i in roles if i is not None})
 
 

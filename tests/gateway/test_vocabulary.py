@@ -27,6 +27,14 @@ def test_ends_of_generation_come_from_roles_and_texts() -> None:
     assert Vocabulary.from_metadata(metadata(tokens=tokens, **keys)).eog_ids == {1, 2, 3, 4}
 
 
+def test_struck_out_text_ends_nothing() -> None:
+    tokens = ["<s>", "</s>", "<eos>"]
+    html = metadata(tokens=tokens, token_type=[4, 4, 3], eos_token_id=2)
+    assert Vocabulary.from_metadata(html).eog_ids == {2}
+    control = metadata(tokens=tokens, token_type=[3, 3, 3], eos_token_id=2)
+    assert Vocabulary.from_metadata(control).eog_ids == {1, 2}
+
+
 def test_an_id_out_of_range_is_none() -> None:
     assert Vocabulary.from_metadata(metadata(bos_token_id=2**32 - 1)).bos_id is None
     assert Vocabulary.from_metadata(metadata(eos_token_id=-1)).eog_ids == frozenset()
