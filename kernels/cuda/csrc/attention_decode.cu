@@ -1,0 +1,265 @@
+// Attention of few rows over long contexts: a block takes one piece of the positions for one KV
+// head and all its query heads, of up to `chunk` tokens of a slot, so that keys and values are read
+// once. Warps share the positions of a tile for scores, the dimensions for sums of values. What a
+// piece gives (not normalised) goes to `partial`; attention_combine.cu adds pieces in their order.
+// -D HEAD_DIM, KIND, ROW_TILES (16 rows each)
+#include "attention_tile.cuh"
+
+namespace voltapile {
+
+constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 16 * ROW_TILES;
+constexpr int GROUPS = TILE / 16, SHARES = WARPS / GROUPS;   // of the warps, for scores
+constexpr int MINE = (ROW_TILES + SHARES - 1) / SHARES;      // row tiles of a warp there
+constexpr int COLUMNS = (DIM / 16 + WARPS - 1) / WARPS;      // column tiles of a warp, for sums
+constexpr int P_PITCH = TILE + PAD;
+
+struct Shared {
+  __half q[ROWS * PITCH];
+  __half keys[TILE * PITCH];
+  __half values[IS_ASYNC ? TILE * PITCH : 8];
+  __half p[ROWS * P_PITCH];
+  float most[GROUPS][ROWS];  // largest score of each warp's positions; at the end, their sums
+  float factor[ROWS];
+  int low[ROWS], high[ROWS];
+  int slot[ROWS];  // of `partial`; -1: none
+};
+
+// Tokens from t on that a block takes together; 0 if another token's block takes t. They are
+// neighbours of one slot with pieces of one length, cut after each `chunk` tokens of the slot.
+__device__ int tokens_of_item(const int* slots, const int* positions, int t, int first, int last,
+                              int chunk, int limit, int window, int most) {
+  int start = t;
+  while (start > first && slots[start - 1] == slots[t]) --start;
+  const int piece = span_of(positions[t], limit, window, most).piece;
+  if ((t - start) % chunk != 0 &&
+      span_of(positions[t - 1], limit, window, most).piece == piece)
+    return 0;
+  int count = 1;
+  while (t + count < last && slots[t + count] == slots[t] && (t + count - start) % chunk != 0 &&
+         span_of(positions[t + count], limit, window, most).piece == piece)
+    ++count;
+  return count;
+}
+
+// Probabilities of this warp's scores for the row tiles it shares in, and the sums of all rows.
+__device__ __forceinline__ void soften(Shared& sh, Tile (&s)[MINE], Running (&running)[ROW_TILES][2],
+                                       float (&alpha)[ROW_TILES][2], float (&sum)[MINE][2],
+                                       int tiles, int group, int share, int lane) {
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t) {
+    if (t >= tiles) break;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 16 * t + Mma::row(lane, i);
+      float most = sh.most[0][row];
+#pragma unroll
+      for (int g = 1; g < GROUPS; ++g) most = fmaxf(most, sh.most[g][row]);
+      const float shift = running[t][i].take(most, alpha[t][i]);
+      if (t % SHARES != share) continue;
+      Tile& mine = s[t / SHARES];
+      float& all = sum[t / SHARES][i];
+      all = __fmaf_rn(all, alpha[t][i], exponentials(mine, i, shift));
+      __half* p = sh.p + row * P_PITCH + 16 * group + 2 * Mma::pair(lane);
+      *reinterpret_cast<unsigned*>(p) = pack(mine.e[2 * i], mine.e[2 * i + 1]);
+      *reinterpret_cast<unsigned*>(p + 8) = pack(mine.e[4 + 2 * i], mine.e[5 + 2 * i]);
+    }
+  }
+}
+
+// out = out * alpha + p * values, for this warp's columns.
+__device__ __forceinline__ void add_values(const Shared& sh, const __half* values,
+                                           Tile (&out)[ROW_TILES][COLUMNS],
+                                           const float (&alpha)[ROW_TILES][2], int tiles, int warp,
+                                           int lane) {
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) {
+    const int column = 16 * (warp + c * WARPS);
+    if (column >= DIM) break;
+    Tile fresh[ROW_TILES];
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) fresh[t].clear();
+#pragma unroll
+    for (int k = 0; k < TILE; k += 16) {
+      const Mma::B b = Mma::load_b_rows(values + k * PITCH + column, PITCH, lane);
+#pragma unroll
+      for (int t = 0; t < ROW_TILES; ++t)
+        if (t < tiles)
+          Mma::product_by_rows(fresh[t], Mma::load_a(sh.p + 16 * t * P_PITCH + k, P_PITCH, lane),
+                               b);
+    }
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t)
+      if (t < tiles)
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          out[t][c].e[e] = __fmaf_rn(out[t][c].e[e], alpha[t][e >> 1 & 1], fresh[t].e[e]);
+  }
+}
+
+// The block's piece is done: sums of rows, then everything to `partial` and `stats`.
+__device__ __forceinline__ void write_piece(Shared& sh, const Tile (&out)[ROW_TILES][COLUMNS],
+                                            const Running (&running)[ROW_TILES][2],
+                                            const float (&sum)[MINE][2], float* partial,
+                                            float2* stats, int dim, int tiles, int group,
+                                            int share, int warp, int lane) {
+#pragma unroll
+  for (int j = 0; j < MINE; ++j)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int t = j * SHARES + share;
+      const float all = row_sum(sum[j][i]);
+      if (t < tiles && Mma::pair(lane) == 0) sh.most[group][16 * t + Mma::row(lane, i)] = all;
+    }
+  __syncthreads();
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t) {
+    if (t >= tiles) break;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 16 * t + Mma::row(lane, i), slot = sh.slot[row];
+      if (slot < 0) continue;
+      if (warp == 0 && Mma::pair(lane) == 0) {
+        float all = sh.most[0][row];
+#pragma unroll
+        for (int g = 1; g < GROUPS; ++g) all += sh.most[g][row];
+        stats[slot] = make_float2(running[t][i].m, all);
+      }
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = 16 * (warp + c * WARPS) + 8 * h + 2 * Mma::pair(lane);
+          if (at < dim)
+            *reinterpret_cast<float2*>(partial + static_cast<long long>(slot) * dim + at) =
+                make_float2(out[t][c].e[4 * h + 2 * i], out[t][c].e[4 * h + 2 * i + 1]);
+        }
+    }
+  }
+}
+
+}  // namespace voltapile
+
+using namespace voltapile;
+
+// grid: (pieces, KV heads * parts of their rows, tokens or items)
+// heads: int[kv_heads + 1 + H], where each KV head's query heads begin and end, then those
+// plan: null, or of attention_plan.cu: int count, -, -, -, then (first token, tokens) of each item
+// partial: float[tokens * H * stride, value_dim], stats: largest score and sum alike
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_decode(const float* q, const unsigned char* key_base, const unsigned char* value_base,
+                 const int* table, const int* slots, const int* positions, const int* heads,
+                 const int* plan, float* partial, float2* stats, int first, int last, int parts,
+                 int kv_heads, int num_heads, int key_dim, int value_dim, int key_kind,
+                 int value_kind, int width, int pages, float scale, float cap, int window, int most,
+                 int stride, int chunk) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& sh = *reinterpret_cast<Shared*>(memory);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int group = warp % GROUPS, share = warp / GROUPS, limit = width * PAGE;
+  const int item = first + blockIdx.z;
+  int begin = item, count = 0, base = blockIdx.z;
+  if (plan != nullptr) {
+    if (item >= plan[0]) return;
+    begin = plan[4 + 2 * item], count = plan[5 + 2 * item], base = blockIdx.z * chunk;
+  } else {
+    count = tokens_of_item(slots, positions, item, first, last, chunk, limit, window, most);
+    if (count == 0) return;
+  }
+  const int kv_head = blockIdx.y / parts, part = blockIdx.y % parts;
+  const int* own = heads + kv_heads + 1 + heads[kv_head];
+  const int members = heads[kv_head + 1] - heads[kv_head];
+  const int rows = min(ROWS, count * members - part * ROWS), tiles = (rows + 15) / 16;
+  if (rows <= 0) return;
+
+  Span whole = span_of(positions[begin], limit, window, most);  // of all tokens together
+  for (int t = 1; t < count; ++t) {
+    const Span s = span_of(positions[begin + t], limit, window, most);
+    whole.low = min(whole.low, s.low), whole.high = max(whole.high, s.high);
+  }
+  const int piece = whole.first() + blockIdx.x;
+  const int start = max(piece * whole.piece, whole.low / TILE * TILE);
+  const int end = min((piece + 1) * whole.piece, whole.high);
+  if (start >= end) return;
+  const Cache keys{key_base, key_kind, key_dim}, values{value_base, value_kind, value_dim};
+  const Pages where{table + static_cast<long long>(slots[begin]) * width, pages, kv_heads, kv_head,
+                    width};
+  Fetch<THREADS> fetch;
+  long long page = where.at(start);
+  if (IS_ASYNC) {
+    fetch_async<THREADS>(keys, page, start, whole.low, whole.high, sh.keys);
+    commit_async();
+  } else {
+    fetch.read(keys, page, start, whole.low, whole.high);
+  }
+
+  for (int m = threadIdx.x; m < ROWS; m += THREADS) {
+    const int r = part * ROWS + m, t = begin + r / members;
+    const bool is_used = m < rows;
+    const Span s = span_of(is_used ? positions[t] : 0, limit, window, most);
+    const bool is_seen = is_used && piece >= s.first() && piece <= s.last();
+    sh.low[m] = is_used ? s.low : 0;
+    sh.high[m] = is_used ? s.high : 0;
+    sh.slot[m] = is_seen ? ((base + r / members) * num_heads + own[r % members]) * stride + piece -
+                               s.first()
+                         : -1;
+  }
+  for (int m = warp; m < 16 * tiles; m += WARPS) {
+    const int r = part * ROWS + m;
+    const long long at = static_cast<long long>(begin + r / members) * num_heads + own[r % members];
+    float power = 0.0f;
+    if (m < rows) power = stage_query<DIM>(q + at * key_dim, key_dim, sh.q + m * PITCH, lane);
+    else for (int i = lane; i < DIM; i += 32) sh.q[m * PITCH + i] = __ushort_as_half(0);
+    if (lane == 0) sh.factor[m] = power * scale;
+  }
+
+  Tile out[ROW_TILES][COLUMNS];
+  Running running[ROW_TILES][2];
+  float sum[MINE][2] = {}, alpha[ROW_TILES][2];
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) out[t][c].clear();
+  __half* value_tile = IS_ASYNC ? sh.values : sh.keys;
+
+  for (int p = start; p < end; p += TILE) {
+    const long long next = p + TILE < end ? where.at(p + TILE) : page;
+    if (IS_ASYNC) wait_async<0>();
+    else fetch.put(keys, sh.keys);
+    __syncthreads();
+    if (IS_ASYNC) {
+      fetch_async<THREADS>(values, page, p, whole.low, whole.high, sh.values);
+      commit_async();
+    } else {
+      fetch.read(values, page, p, whole.low, whole.high);
+    }
+    Tile s[MINE];
+    scores(s, sh.q + 16 * share * PITCH, 16 * SHARES, sh.keys + 16 * group * PITCH,
+           (tiles - share + SHARES - 1) / SHARES, lane);
+#pragma unroll
+    for (int j = 0; j < MINE; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = 16 * (j * SHARES + share) + Mma::row(lane, i);
+        if (row >= 16 * tiles) break;
+        finish_scores(s[j], i, p + 16 * group, sh.low[row], sh.high[row], sh.factor[row], cap, lane);
+        const float larger = row_max(largest(s[j], i));
+        if (Mma::pair(lane) == 0) sh.most[group][row] = larger;
+      }
+    __syncthreads();  // and the keys are done with
+    if (IS_ASYNC) {
+      if (p + TILE < end)
+        fetch_async<THREADS>(keys, next, p + TILE, whole.low, whole.high, sh.keys);
+      commit_async();
+    }
+    soften(sh, s, running, alpha, sum, tiles, group, share, lane);
+    if (IS_ASYNC) wait_async<1>();
+    else fetch.put(values, value_tile);
+    __syncthreads();
+    if (!IS_ASYNC && p + TILE < end) fetch.read(keys, next, p + TILE, whole.low, whole.high);
+    add_values(sh, value_tile, out, alpha, tiles, warp, lane);
+    if (!IS_ASYNC) __syncthreads();
+    page = next;
+  }
+  __syncthreads();
+  write_piece(sh, out, running, sum, partial, stats, value_dim, tiles, group, share, warp, lane);
+}

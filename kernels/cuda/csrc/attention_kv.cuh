@@ -1,0 +1,146 @@
+// Keys and values in pages of 64 positions: [page][KV head][position][dimension].
+//
+// f16 holds plain halves. q8_0 and q4_0 hold, for each page and head, first the integers of all 64
+// positions and then their scales (a half for each 32 values), so that 16-byte reads are aligned;
+// the bytes of q4_0 hold value i in the low and value i + 16 in the high nibble, as in GGUF.
+// A reader brings part of a page into shared memory as halves: positions outside [low, high) and
+// dimensions past the head's end become zeros, so that what was left there by others cannot harm.
+#pragma once
+#include <cuda_fp16.h>
+
+namespace voltapile {
+
+constexpr int PAGE = 64;
+enum Kind { F16 = 0, Q8_0 = 1, Q4_0 = 2 };
+
+__host__ __device__ constexpr int values_of(int kind) {  // in 16 bytes
+  return kind == F16 ? 8 : kind == Q8_0 ? 16 : 32;
+}
+
+// Bytes of one head in a page.
+__device__ __forceinline__ long long head_bytes(int kind, int dim) {
+  return kind == F16 ? PAGE * dim * 2 : PAGE * dim * 16 / values_of(kind) + PAGE * dim / 16;
+}
+
+// Four bytes as halves, in order: the byte becomes the low bits of 1024 + byte.
+__device__ __forceinline__ void spread(unsigned bytes, unsigned& low, unsigned& high) {
+  low = __byte_perm(bytes, 0x64646464u, 0x4140);
+  high = __byte_perm(bytes, 0x64646464u, 0x4342);
+}
+
+__device__ __forceinline__ unsigned scaled(unsigned halves, float offset, __half scale) {
+  const __half2 shifted = __hsub2(*reinterpret_cast<const __half2*>(&halves),
+                                  __float2half2_rn(offset));  // exact
+  const __half2 y = __hmul2(shifted, __half2half2(scale));
+  return *reinterpret_cast<const unsigned*>(&y);
+}
+
+// Place i of a thread in a tile of rows of WIDE pieces, so that most of it is known beforehand.
+template <int WIDE, int THREADS>
+__device__ __forceinline__ int row_of_place(int i) {
+  return THREADS % WIDE == 0 ? static_cast<int>(threadIdx.x) / WIDE + i * (THREADS / WIDE)
+                             : (i * THREADS + static_cast<int>(threadIdx.x)) / WIDE;
+}
+template <int WIDE, int THREADS>
+__device__ __forceinline__ int column_of_place(int i) {
+  return THREADS % WIDE == 0 ? static_cast<int>(threadIdx.x) % WIDE
+                             : (i * THREADS + static_cast<int>(threadIdx.x)) % WIDE;
+}
+
+// What one thread has read of ROWS positions and not yet put in shared memory. DIM is the width
+// there; dim <= DIM that of the cache.
+template <int ROWS, int DIM, int THREADS, int SLOTS>
+struct Reader {
+  uint4 data[SLOTS];
+  __half scale[SLOTS];
+
+  // head: this head's part of the page; row: the first position's place in it
+  template <int TYPE>
+  __device__ void read(const unsigned char* head, int row, int low, int high, int dim) {
+    constexpr int EACH = values_of(TYPE), WIDE = DIM / EACH;
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+      if (i * THREADS >= ROWS * WIDE) break;
+      const int r = row_of_place<WIDE, THREADS>(i), c = column_of_place<WIDE, THREADS>(i);
+      data[i] = make_uint4(0, 0, 0, 0);
+      scale[i] = __ushort_as_half(0);
+      if (r < ROWS && r >= low && r < high && c * EACH < dim) {
+        const int cell = (row + r) * (dim / EACH) + c;
+        data[i] = __ldg(reinterpret_cast<const uint4*>(head) + cell);
+        if (TYPE != F16) {
+          const unsigned char* scales = head + PAGE * dim * 16 / EACH;
+          const int block = (row + r) * (dim / 32) + c * EACH / 32;
+          scale[i] = __ushort_as_half(
+              __ldg(reinterpret_cast<const unsigned short*>(scales) + block));
+        }
+      }
+    }
+  }
+
+  template <int TYPE>
+  __device__ void put(__half* tile, int pitch) const {
+    constexpr int EACH = values_of(TYPE), WIDE = DIM / EACH;
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+      if (i * THREADS >= ROWS * WIDE) break;
+      const int r = row_of_place<WIDE, THREADS>(i), c = column_of_place<WIDE, THREADS>(i);
+      if (r >= ROWS) break;
+      uint4* to = reinterpret_cast<uint4*>(tile + r * pitch + c * EACH);
+      if (TYPE == F16) to[0] = data[i];
+      if (TYPE == Q8_0) {
+        to[0] = bytes(data[i].x ^ 0x80808080u, data[i].y ^ 0x80808080u, 1152.0f, scale[i]);
+        to[1] = bytes(data[i].z ^ 0x80808080u, data[i].w ^ 0x80808080u, 1152.0f, scale[i]);
+      }
+      if (TYPE == Q4_0) {
+        const uint4 d = data[i];
+        to[0] = bytes(d.x & 0x0f0f0f0fu, d.y & 0x0f0f0f0fu, 1032.0f, scale[i]);
+        to[1] = bytes(d.z & 0x0f0f0f0fu, d.w & 0x0f0f0f0fu, 1032.0f, scale[i]);
+        to[2] = bytes(d.x >> 4 & 0x0f0f0f0fu, d.y >> 4 & 0x0f0f0f0fu, 1032.0f, scale[i]);
+        to[3] = bytes(d.z >> 4 & 0x0f0f0f0fu, d.w >> 4 & 0x0f0f0f0fu, 1032.0f, scale[i]);
+      }
+    }
+  }
+
+ private:
+  static __device__ uint4 bytes(unsigned first, unsigned second, float offset, __half scale) {
+    uint4 y;
+    spread(first, y.x, y.y);
+    spread(second, y.z, y.w);
+    return make_uint4(scaled(y.x, offset, scale), scaled(y.y, offset, scale),
+                      scaled(y.z, offset, scale), scaled(y.w, offset, scale));
+  }
+};
+
+// Reader::read and put for f16 at once, without registers between; arrives some time later.
+template <int ROWS, int DIM, int THREADS>
+__device__ __forceinline__ void copy_async(__half* tile, int pitch, const unsigned char* head,
+                                           int row, int low, int high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  constexpr int WIDE = DIM / 8;
+#pragma unroll
+  for (int i = 0; i < (ROWS * WIDE + THREADS - 1) / THREADS; ++i) {
+    const int r = row_of_place<WIDE, THREADS>(i), c = column_of_place<WIDE, THREADS>(i);
+    if (r >= ROWS) break;
+    const bool is_seen = r >= low && r < high;
+    const unsigned char* from = head + ((row + r) * DIM + 8 * c) * 2;
+    const unsigned to =
+        static_cast<unsigned>(__cvta_generic_to_shared(tile + r * pitch + 8 * c));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                 "l"(is_seen ? from : head), "r"(is_seen ? 16 : 0)
+                 : "memory");
+  }
+#endif
+}
+__device__ __forceinline__ void commit_async() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int LEFT>
+__device__ __forceinline__ void wait_async() {  // until at most LEFT groups are under way
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+#endif
+}
+
+}  // namespace voltapile

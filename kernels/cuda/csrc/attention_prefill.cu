@@ -1,0 +1,240 @@
+// Attention of many rows: a block takes some rows (query heads of one KV head times neighbouring
+// tokens of a prompt) through all positions that they see. Each warp owns its rows; queries wait in
+// shared memory, scores become probabilities in registers. Where tensor
+// cores truncate, a tile's products are summed afresh and added in fp32. Rows do not know each other, so a prompt may be cut anywhere.
+// -D HEAD_DIM, KIND
+#include "attention_tile.cuh"
+
+namespace voltapile {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+constexpr int ROW_TILES = IS_ASYNC && DIM <= 128 ? 2 : 1;  // of a warp
+constexpr int WARPS = 8 / ROW_TILES;
+#else
+constexpr int ROW_TILES = 1, WARPS = 4;
+#endif
+constexpr int THREADS = 32 * WARPS, ROWS = 16 * ROW_TILES * WARPS;
+constexpr int COLUMNS = DIM / 16, GROUPS = TILE / 16;
+constexpr int STAGES = IS_ASYNC ? 2 : 1;
+
+struct Shared {
+  __half q[ROWS * PITCH];
+  __half keys[STAGES][TILE * PITCH];                 // without cp.async the values follow there
+  __half values[IS_ASYNC ? 2 : 1][IS_ASYNC ? TILE * PITCH : 8];
+  float factor[ROWS];
+  int low[ROWS], high[ROWS], out[ROWS];  // out: token * H + head, -1: none
+};
+
+struct Bounds {
+  int low, high;              // positions that any row sees
+  int first_full, last_full;  // positions that all rows see
+};
+
+// Positions and queries of the block's rows, to shared memory.
+__device__ __forceinline__ void stage_rows(Shared& sh, const float* q, const int* positions,
+                                           const int* own, int members, int begin, int first,
+                                           int rows, int num_heads, int dim, int limit, int window,
+                                           float scale) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (int m = threadIdx.x; m < ROWS; m += THREADS) {
+    const bool is_used = m < rows;
+    const int r = first + m, t = begin + (is_used ? r / members : 0);
+    const Span s = span_of(is_used ? positions[t] : 0, limit, window, 1);
+    sh.low[m] = is_used ? s.low : 0;
+    sh.high[m] = is_used ? s.high : 0;
+    sh.out[m] = is_used ? t * num_heads + own[r % members] : -1;
+  }
+#pragma unroll 4
+  for (int i = 0; i < ROWS / WARPS; ++i) {
+    const int m = warp + i * WARPS, r = first + m;
+    __half* to = sh.q + m * PITCH;
+    if (m < rows) {
+      const long long at = static_cast<long long>(begin + r / members) * num_heads + own[r % members];
+      const float power = stage_query<DIM>(q + at * dim, dim, to, lane);
+      if (lane == 0) sh.factor[m] = power * scale;
+    } else {
+      for (int j = lane; j < DIM; j += 32) to[j] = __ushort_as_half(0);
+      if (lane == 0) sh.factor[m] = 0.0f;
+    }
+  }
+}
+
+__device__ __forceinline__ Bounds bounds_of(const Shared& sh, int rows) {
+  const int lane = threadIdx.x & 31;
+  Bounds b{1 << 30, 0, 0, 1 << 30};
+  for (int m = lane; m < rows; m += 32) {
+    b.low = min(b.low, sh.low[m]), b.first_full = max(b.first_full, sh.low[m]);
+    b.high = max(b.high, sh.high[m]), b.last_full = min(b.last_full, sh.high[m]);
+  }
+  for (int step = 16; step > 0; step >>= 1) {
+    b.low = min(b.low, __shfl_xor_sync(0xffffffffu, b.low, step));
+    b.high = max(b.high, __shfl_xor_sync(0xffffffffu, b.high, step));
+    b.first_full = max(b.first_full, __shfl_xor_sync(0xffffffffu, b.first_full, step));
+    b.last_full = min(b.last_full, __shfl_xor_sync(0xffffffffu, b.last_full, step));
+  }
+  return b;
+}
+
+// Scores of a warp's rows become probabilities.
+__device__ __forceinline__ void soften(const Shared& sh, Tile (&s)[GROUPS][ROW_TILES],
+                                       Running (&running)[ROW_TILES][2],
+                                       float (&alpha)[ROW_TILES][2], float (&sum)[ROW_TILES][2],
+                                       int p, bool is_full, float cap, int warp, int lane) {
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 16 * (warp * ROW_TILES + t) + Mma::row(lane, i);
+      const int low = is_full ? 0 : sh.low[row], high = is_full ? 1 << 30 : sh.high[row];
+      float most = -infinity();
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        finish_scores(s[g][t], i, p + 16 * g, low, high, sh.factor[row], cap, lane);
+        most = fmaxf(most, largest(s[g][t], i));
+      }
+      const float shift = running[t][i].take(row_max(most), alpha[t][i]);
+      float all = 0.0f;
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) all += exponentials(s[g][t], i, shift);
+      sum[t][i] = __fmaf_rn(sum[t][i], alpha[t][i], all);
+    }
+}
+
+__device__ __forceinline__ void add_values(const Tile (&s)[GROUPS][ROW_TILES], const __half* values,
+                                           Tile (&out)[ROW_TILES][COLUMNS],
+                                           const float (&alpha)[ROW_TILES][2], int lane) {
+  Mma::A p[GROUPS][ROW_TILES];
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) p[g][t] = Mma::from_tile(s[g][t], lane);
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) {
+    Tile sum[ROW_TILES];
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        sum[t].e[e] = TRUNCATES ? 0.0f : __fmul_rn(out[t][c].e[e], alpha[t][e >> 1 & 1]);
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      const Mma::B b = Mma::load_b_rows(values + 16 * (g * PITCH + c), PITCH, lane);
+#pragma unroll
+      for (int t = 0; t < ROW_TILES; ++t) Mma::product_by_rows(sum[t], p[g][t], b);
+    }
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        out[t][c].e[e] = TRUNCATES ? __fmaf_rn(out[t][c].e[e], alpha[t][e >> 1 & 1], sum[t].e[e])
+                                   : sum[t].e[e];
+  }
+}
+
+__device__ __forceinline__ void write_rows(const Shared& sh, const Tile (&out)[ROW_TILES][COLUMNS],
+                                           const float (&sum)[ROW_TILES][2], float* y, int dim,
+                                           int warp, int lane) {
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float norm = 1.0f / row_sum(sum[t][i]);
+      const int to = sh.out[16 * (warp * ROW_TILES + t) + Mma::row(lane, i)];
+      if (to < 0) continue;
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = 16 * c + 8 * h + 2 * Mma::pair(lane);
+          if (at < dim)
+            *reinterpret_cast<float2*>(y + static_cast<long long>(to) * dim + at) = make_float2(
+                out[t][c].e[4 * h + 2 * i] * norm, out[t][c].e[4 * h + 2 * i + 1] * norm);
+        }
+    }
+}
+
+}  // namespace voltapile
+
+using namespace voltapile;
+
+// grid: (tiles, KV heads); heads as in attention_decode.cu, plan and tiles as in attention_plan.cu
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_prefill(const float* q, const unsigned char* key_base, const unsigned char* value_base,
+                  const int* table, const int* slots, const int* positions, const int* heads,
+                  const int* plan, const int* tiles, float* y, int kv_heads, int num_heads,
+                  int key_dim, int value_dim, int key_kind, int value_kind, int width, int pages,
+                  float scale, float cap, int window) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& sh = *reinterpret_cast<Shared*>(memory);
+  const int number = plan[1] - 1 - blockIdx.x;  // a prompt's last rows take longest: first
+  if (number < 0) return;
+  const int* tile = tiles + 3 * number;
+  const int begin = tile[0], kv_head = blockIdx.y, lane = threadIdx.x & 31;
+  const int warp = threadIdx.x >> 5, first = tile[2] * ROWS;
+  const int* own = heads + kv_heads + 1 + heads[kv_head];
+  const int members = heads[kv_head + 1] - heads[kv_head];
+  const int rows = min(ROWS, tile[1] * members - first);
+  if (rows <= 0) return;
+  stage_rows(sh, q, positions, own, members, begin, first, rows, num_heads, key_dim, width * PAGE,
+             window, scale);
+  __syncthreads();
+  const Bounds seen = bounds_of(sh, rows);
+  const Cache keys{key_base, key_kind, key_dim}, values{value_base, value_kind, value_dim};
+  const Pages where{table + static_cast<long long>(slots[begin]) * width, pages, kv_heads, kv_head,
+                    width};
+  const int start = seen.low / TILE * TILE;
+  long long page = where.at(start);
+  Fetch<THREADS> fetch;
+  if (IS_ASYNC) {
+    fetch_async<THREADS>(keys, page, start, seen.low, seen.high, sh.keys[0]);
+    fetch_async<THREADS>(values, page, start, seen.low, seen.high, sh.values[0]);
+    commit_async();
+  } else {
+    fetch.read(keys, page, start, seen.low, seen.high);
+  }
+  Tile out[ROW_TILES][COLUMNS];
+  Running running[ROW_TILES][2];
+  float sum[ROW_TILES][2] = {}, alpha[ROW_TILES][2];
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) out[t][c].clear();
+
+  int stage = 0;
+  for (int p = start; p < seen.high; p += TILE) {
+    const int next = p + TILE;
+    const bool goes_on = next < seen.high;
+    const long long next_page = goes_on ? where.at(next) : page;
+    if (IS_ASYNC) {
+      wait_async<0>();
+      __syncthreads();
+      if (goes_on) {
+        fetch_async<THREADS>(keys, next_page, next, seen.low, seen.high, sh.keys[stage ^ 1]);
+        fetch_async<THREADS>(values, next_page, next, seen.low, seen.high, sh.values[stage ^ 1]);
+        commit_async();
+      }
+    } else {
+      fetch.put(keys, sh.keys[0]);
+      __syncthreads();
+      fetch.read(values, page, p, seen.low, seen.high);
+    }
+    Tile s[GROUPS][ROW_TILES];
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+      scores(s[g], sh.q + 16 * warp * ROW_TILES * PITCH, 16, sh.keys[stage] + 16 * g * PITCH,
+             ROW_TILES, lane);
+    soften(sh, s, running, alpha, sum, p, p >= seen.first_full && next <= seen.last_full, cap, warp,
+           lane);
+    if (!IS_ASYNC) {
+      __syncthreads();
+      fetch.put(values, sh.keys[0]);
+      __syncthreads();
+      if (goes_on) fetch.read(keys, next_page, next, seen.low, seen.high);
+    }
+    add_values(s, IS_ASYNC ? sh.values[stage] : sh.keys[0], out, alpha, lane);
+    if (IS_ASYNC) stage ^= 1;
+    else __syncthreads();
+    page = next_page;
+  }
+  write_rows(sh, out, sum, y, value_dim, warp, lane);
+}

@@ -1,0 +1,69 @@
+// Which positions a token sees, and the rows that one block computes: the query heads of one KV
+// head for neighbouring tokens of a slot. Row m of a block is token m / G, head m % G of the group.
+//
+// How a token's positions are cut into pieces depends on that token alone, never on its company or
+// on the launch: pieces begin at multiples of their length, the least 64 * 2^n that needs no more
+// than `most` of them. This, and products whose rows do not know each other, is why a row has the
+// same bits alone and among others.
+#pragma once
+#include <cuda_fp16.h>
+
+namespace voltapile {
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+struct Span {
+  int low, high;  // sees positions low <= p < high
+  int piece;      // length of its pieces
+  __device__ int first() const { return low / piece; }
+  __device__ int last() const { return (high - 1) / piece; }
+};
+
+// limit: positions that a page table has room for
+__device__ __forceinline__ Span span_of(int position, int limit, int window, int most) {
+  Span s;
+  s.high = max(1, min(position + 1, limit));
+  s.low = window > 0 ? max(0, s.high - window) : 0;
+  s.piece = 64;
+  while (s.piece * most < s.high - s.low) s.piece *= 2;
+  return s;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The fp16 form of a query: times a power of two that brings its largest value to [128, 256).
+// Returns the power that undoes it. A warp calls; x: `dim` floats, to: DIM halves.
+template <int DIM>
+__device__ __forceinline__ float stage_query(const float* x, int dim, __half* to, int lane) {
+  constexpr int EACH = (DIM + 127) / 128;
+  float4 v[EACH];
+  unsigned most = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = 128 * i + 4 * lane;
+    v[i] = at < dim ? *reinterpret_cast<const float4*>(x + at) : make_float4(0, 0, 0, 0);
+    most = max(max(most, __float_as_uint(v[i].x) << 1), __float_as_uint(v[i].y) << 1);
+    most = max(max(most, __float_as_uint(v[i].z) << 1), __float_as_uint(v[i].w) << 1);
+  }
+  for (int step = 16; step > 0; step >>= 1)
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
+  int exponent = static_cast<int>(most >> 24) - 127;
+  if (exponent == 128 || exponent < -100) exponent = 7;  // not finite, or as good as zero
+  const float up = __int_as_float((127 + 7 - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = 128 * i + 4 * lane;
+    if (at < DIM) {
+      __half2* h = reinterpret_cast<__half2*>(to + at);
+      h[0] = __floats2half2_rn(v[i].x * up, v[i].y * up);
+      h[1] = __floats2half2_rn(v[i].z * up, v[i].w * up);
+    }
+  }
+  return __int_as_float((127 - 7 + exponent) << 23);
+}
+
+}  // namespace voltapile
