@@ -57,5 +57,5 @@ def test_a_fused_projection_is_cut(mini: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_named() -> None:
-    with pytest.raises(ValueError, match="'mamba' is not supported; supported: llama"):
+    with pytest.raises(ValueError, match="'mamba' is not supported; supported: gemma3, llama, q"):
         model_class("mamba")
