@@ -104,7 +104,12 @@ FILTERS = [
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 @pytest.mark.parametrize(("vocab", "scale"), [(7, 1.0), (4096, 3.0), (30011, 0.0), (49152, 8.0)])
 def test_tokens_follow_random_md(
-    ops: CpuOps, vocab: int, scale: float, temperature: float, filters: dict[str, float]
+    ops: CpuOps,
+    isa: str,
+    vocab: int,
+    scale: float,
+    temperature: float,
+    filters: dict[str, float],
 ) -> None:
     rows = 5
     rng = np.random.default_rng(vocab)

@@ -93,8 +93,25 @@ struct Penalties {
   float repetition, presence, frequency;
 };
 
+// One that may be chosen: x = logit / temperature.
+struct Candidate {
+  float x;
+  std::int32_t id;
+  float term;  // exp(x - top)
+};
+
+// How far a search for the best candidates has come.
+struct HeadScan {
+  static constexpr std::int64_t kRoom = 1024;
+  std::int64_t next;   // the first id that has not been looked at
+  std::int64_t count;  // of candidates found
+  float least;         // only an x above it is of interest
+  double mass;         // of all that were looked at: sum of exp(x - top)
+};
+
 struct Histogram {
   static constexpr std::int64_t kBuckets = 4096;
+  static constexpr float kSpan = 110.0f;  // exp(-kSpan) is 0 in float32
   std::uint32_t count[kBuckets];
   double mass[kBuckets];
 };
@@ -121,6 +138,8 @@ struct Kernels {
   // The `most` largest that are not -inf, largest first, equal ones by id; returns how many.
   std::int64_t (*best)(const float* x, std::int64_t n, std::int64_t most, std::int32_t* ids,
                        float* values);
+  // Goes on until the row ends or `found` [HeadScan::kRoom] has no room for a vector more.
+  void (*scan_head)(const Spectrum&, HeadScan*, Candidate* found);
   // Fills the histogram; returns how many candidates have exp(x - top) >= least.
   std::int64_t (*histogram)(const Spectrum&, float least, Histogram*);
   // Ids of one bucket's candidates in ascending order, and exp(x - top) of each.

@@ -1,17 +1,16 @@
-// Choosing tokens as kernels/random.md says, without sorting the vocabulary: candidates fall into
-// a histogram over x, and only the few buckets in which a cut or the draw lies are sorted.
+// The op that chooses tokens, as kernels/random.md says: rows are adjusted, measured, drawn from.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "commands.h"
 #include "sample_adjust.h"
+#include "sample_draw.h"
 
 namespace voltapile {
 namespace {
 
 constexpr std::int64_t kChunk = 4096;   // logits in one RowStats
-constexpr float kSpan = 110.0f;         // exp(-kSpan) is 0 in float32
 enum Finish { kRunning, kStop, kLength, kDoneBefore, kNotFinite };  // kernels/ops.py
 
 std::uint64_t splitmix(std::uint64_t z) {
@@ -24,100 +23,6 @@ std::uint64_t splitmix(std::uint64_t z) {
 double uniform(std::uint64_t seed, std::uint64_t position, std::uint64_t purpose) {
   const std::uint64_t bits = splitmix(splitmix(splitmix(seed) ^ position) ^ purpose) >> 32;
   return static_cast<double>(bits >> 8) * 0x1p-24;
-}
-
-struct Candidate {
-  std::int32_t id;
-  float term;  // exp(x - top)
-};
-
-// The first `count` candidates in order of falling x; `id` is the last of them.
-struct Prefix {
-  std::int64_t count;
-  double mass;
-  std::int32_t id;
-};
-
-// The candidates of one row, sorted where somebody looks.
-class Order {
- public:
-  Order(const Spectrum& spectrum, Histogram& histogram)
-      : spectrum_(spectrum), histogram_(histogram) {}
-
-  // The shortest non-empty prefix with reached(prefix), which must grow with it; else all.
-  template <class Reached>
-  Prefix shortest(Reached reached) {
-    Prefix at{0, 0.0, -1};
-    std::int64_t last = -1;
-    for (std::int64_t b = 0; b < Histogram::kBuckets; ++b) {
-      if (histogram_.count[b] == 0) continue;
-      last = b;
-      const Prefix whole{at.count + histogram_.count[b], at.mass + histogram_.mass[b], -1};
-      if (reached(whole)) {
-        for (const Candidate& c : sorted(b)) {
-          at = {at.count + 1, at.mass + static_cast<double>(c.term), c.id};
-          if (reached(at)) return at;
-        }
-      }
-      at = whole;  // not reached after all: the two sums are rounded differently
-    }
-    at.id = sorted(last).back().id;
-    return at;
-  }
-
- private:
-  const std::vector<Candidate>& sorted(std::int64_t bucket) {
-    for (const auto& [number, candidates] : seen_) {
-      if (number == bucket) return candidates;
-    }
-    const std::size_t count = histogram_.count[bucket];
-    std::vector<std::int32_t> ids(count);
-    std::vector<float> terms(count);
-    kernels().gather_bucket(spectrum_, bucket, ids.data(), terms.data());
-    std::vector<Candidate> found(count);
-    for (std::size_t i = 0; i < count; ++i) found[i] = {ids[i], terms[i]};
-    std::sort(found.begin(), found.end(), [this](const Candidate& a, const Candidate& b) {
-      const float x = spectrum_.logits[a.id] / spectrum_.temperature;
-      const float y = spectrum_.logits[b.id] / spectrum_.temperature;
-      return x > y || (x == y && a.id < b.id);
-    });
-    return seen_.emplace_back(bucket, std::move(found)).second;
-  }
-
-  const Spectrum& spectrum_;
-  Histogram& histogram_;
-  std::vector<std::pair<std::int64_t, std::vector<Candidate>>> seen_;
-};
-
-struct Filters {
-  std::int64_t top_k;
-  double top_p;
-  float min_p;
-};
-
-std::int32_t draw(const Spectrum& spectrum, const Filters& filters, double u, Histogram& histogram) {
-  const std::int64_t enough = kernels().histogram(spectrum, filters.min_p, &histogram);
-  Order order(spectrum, histogram);
-  Prefix kept{spectrum.n, 0.0, -1};
-  for (double mass : histogram.mass) kept.mass += mass;
-  if (filters.top_k > 0 && filters.top_k < kept.count) {
-    kept = order.shortest([&](const Prefix& p) { return p.count >= filters.top_k; });
-  }
-  std::int64_t count = kept.count;
-  if (filters.top_p < 1.0) {
-    const double target = filters.top_p * kept.mass;
-    count = order.shortest([&](const Prefix& p) {
-      return p.mass >= target || p.count >= kept.count;
-    }).count;
-  }
-  if (filters.min_p > 0.0f) count = std::max<std::int64_t>(1, std::min(count, enough));
-  if (count < kept.count) {
-    kept = order.shortest([&](const Prefix& p) { return p.count >= count; });
-  }
-  const double target = u * kept.mass;
-  return order.shortest([&](const Prefix& p) {
-    return p.mass > target || p.count >= kept.count;
-  }).id;
 }
 
 // Of the parts of a row, which follow each other.
@@ -209,7 +114,7 @@ class Sample final : public Command {
     const float top = all.max / temperature;
     // A temperature so small that x overflows is greedy in effect.
     if (!(temperature > 0.0f) || !std::isfinite(top)) return greedy(row, all.max);
-    const float span = std::min(top - all.min / temperature, kSpan);
+    const float span = std::min(top - all.min / temperature, Histogram::kSpan);
     const float scale = span > 0.0f ? Histogram::kBuckets / span : 1.0f;
     const Spectrum spectrum{row.x, vocab_, temperature, top, scale};
     const Filters filters{state_.top_k[slot(r)], state_.top_p[slot(r)], state_.min_p[slot(r)]};

@@ -18,10 +18,32 @@ inline void for_vectors(const float* x, std::int64_t n, float fill, F f) {
 
 constexpr float kInfinity = __builtin_inff();
 
+// A sum in float64, lane by lane until the end.
+class Sum {
+ public:
+  void add(Vec x) { lanes_ += __builtin_convertvector(x, Doubles); }
+  double total() const {
+    double sum = 0.0;
+    for (int i = 0; i < W; ++i) sum += lanes_[i];
+    return sum;
+  }
+
+ private:
+  typedef double Doubles __attribute__((vector_size(8 * W)));
+  Doubles lanes_ = {};
+};
+
+// Of a mask whose lanes are 0 or -1.
 inline bool any_lane(Int mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
   std::int32_t any = 0;
   for (int i = 0; i < W; ++i) any |= mask[i];
   return any != 0;
+#endif
 }
 
 inline RowStats row_stats(const float* x, std::int64_t n, bool with_sum) {
@@ -36,9 +58,9 @@ inline RowStats row_stats(const float* x, std::int64_t n, bool with_sum) {
   RowStats stats{max_lanes(high), -max_lanes(-low), any_lane(~good), 0.0};
   if (!with_sum || stats.is_bad || stats.max == -kInfinity) return stats;
   const Vec top = splat(stats.max);
-  for_vectors(x, n, -kInfinity, [&](Vec v, std::int64_t) {
-    stats.sum += static_cast<double>(sum_lanes(exp_vec(v - top)));
-  });
+  Sum sum;
+  for_vectors(x, n, -kInfinity, [&](Vec v, std::int64_t) { sum.add(exp_vec(v - top)); });
+  stats.sum = sum.total();
   return stats;
 }
 
@@ -84,6 +106,30 @@ inline std::int64_t best(const float* x, std::int64_t n, std::int64_t most, std:
     }
   });
   return found;
+}
+
+inline void scan_head(const Spectrum& s, HeadScan* scan, Candidate* found) {
+  const Vec temperature = splat(s.temperature), top = splat(s.top), least = splat(scan->least);
+  std::int64_t i = scan->next, count = scan->count;
+  Sum mass;
+  for (; i < s.n && count <= HeadScan::kRoom - W; i += W) {
+    float rest[W];
+    const bool is_whole = i + W <= s.n;
+    for (int lane = 0; !is_whole && lane < W; ++lane) {
+      rest[lane] = i + lane < s.n ? s.logits[i + lane] : -kInfinity;
+    }
+    const Vec x = (is_whole ? load(s.logits + i) : load(rest)) / temperature;
+    const Vec term = exp_vec(x - top);
+    mass.add(term);
+    if (!any_lane(x > least)) continue;
+    for (int lane = 0; lane < W; ++lane) {
+      if (!(x[lane] > scan->least)) continue;
+      found[count++] = {x[lane], static_cast<std::int32_t>(i + lane), term[lane]};
+    }
+  }
+  scan->next = i < s.n ? i : s.n;
+  scan->count = count;
+  scan->mass += mass.total();
 }
 
 struct Binned {

@@ -16,7 +16,7 @@ namespace {
 
 constexpr Kernels make_kernels() {
   return {rms_norm,  rope,     store_kv, attention, attention_rows,
-          row_stats, penalise, best,     histogram, gather_bucket};
+          row_stats, penalise, best,     scan_head, histogram,      gather_bucket};
 }
 
 }  // namespace
