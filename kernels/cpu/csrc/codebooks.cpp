@@ -10,7 +10,7 @@ namespace voltapile {
 namespace {
 
 constexpr int iq1_byte(std::uint32_t entry, int j) {
-  return 8 * (formats::iq1_element(entry, j) + 1);
+  return 8 * formats::iq1_element(entry, j) + 15;
 }
 
 template <int (*element)(std::uint32_t, int), class Bytes, int n>

@@ -94,9 +94,9 @@ struct V {
     load4(p, stride, out);
     return out[0];
   }
-  static void prefetch(const std::uint8_t* p, int bytes) {
-    for (int i = 0; i < bytes; i += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
+  // Volatile, or the compiler gathers the prefetches of a whole step in one place.
+  VP_INLINE static void prefetch(const std::uint8_t* p, int bytes) {
+    for (int i = 0; i < bytes; i += 64) asm volatile("prefetcht1 %0" : : "m"(p[i]));
   }
 
   VP_INLINE static Weights prepare(const I* w) {
@@ -108,10 +108,15 @@ struct V {
     }
     return out;
   }
+  // minus holds the negative sum of the integers.
+  template <int zero> static I product_of(const std::uint8_t* minus) {
+    if constexpr (zero < 0) return _mm256_setzero_si256();
+    else return shl<__builtin_ctz(zero)>(_mm256_set1_epi32(word(minus)));
+  }
   // Exact: 32 * 255 * 32767 < 2^28.
-  template <int from, int to>
-  VP_INLINE static I dot(const Weights& w, const std::uint8_t* x) {
-    I even = _mm256_setzero_si256(), odd = even;
+  template <int from, int to, int zero>
+  VP_INLINE static I dot(const Weights& w, const std::uint8_t* x, const std::uint8_t* minus) {
+    I even = product_of<zero>(minus), odd = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int j = from; j < to; ++j) {
       const I xe = _mm256_set1_epi32(word(x + 8 * j)), xo = _mm256_set1_epi32(word(x + 8 * j + 4));

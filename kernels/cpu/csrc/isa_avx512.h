@@ -73,12 +73,13 @@ struct V {
   static __m128i load16(const std::uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   }
+  VP_INLINE static __m256i pair(const std::uint8_t* p, std::int64_t stride) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(p)), load16(p + stride), 1);
+  }
   // Rows r, r + 4, r + 8, r + 12 in the four quarters.
   VP_INLINE static I quarters(const std::uint8_t* p, std::int64_t stride) {
-    I x = _mm512_castsi128_si512(load16(p));
-    x = _mm512_inserti32x4(x, load16(p + 4 * stride), 1);
-    x = _mm512_inserti32x4(x, load16(p + 8 * stride), 2);
-    return _mm512_inserti32x4(x, load16(p + 12 * stride), 3);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(pair(p, 4 * stride)),
+                              pair(p + 8 * stride, 4 * stride), 1);
   }
   VP_INLINE static void load4(const std::uint8_t* p, std::int64_t stride, I* out) {
     const I a = quarters(p, stride), b = quarters(p + stride, stride);
@@ -95,18 +96,24 @@ struct V {
     load4(p, stride, out);
     return out[0];
   }
-  static void prefetch(const std::uint8_t* p, int bytes) {
-    for (int i = 0; i < bytes; i += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T1);
+  // Volatile, or the compiler gathers the prefetches of a whole step in one place.
+  VP_INLINE static void prefetch(const std::uint8_t* p, int bytes) {
+    for (int i = 0; i < bytes; i += 64) asm volatile("prefetcht1 %0" : : "m"(p[i]));
   }
 
   VP_INLINE static Weights prepare(const I* w) {
     return {{w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]}};
   }
+  // minus holds the negative sum of the integers.
+  template <int zero> static I product_of(const std::uint8_t* minus) {
+    if constexpr (zero < 0) return _mm512_setzero_si512();
+    else return shl<__builtin_ctz(zero)>(_mm512_set1_epi32(word(minus)));
+  }
   // Exact: |low sum|, |high sum| <= 32 * 255 * 128 < 2^21, and their mix is below 2^29.
-  template <int from, int to>
-  VP_INLINE static I dot(const Weights& weights, const std::uint8_t* x) {
-    I high = _mm512_setzero_si512(), low = high;
+  template <int from, int to, int zero>
+  VP_INLINE static I dot(const Weights& weights, const std::uint8_t* x,
+                         const std::uint8_t* minus) {
+    I high = _mm512_setzero_si512(), low = product_of<zero>(minus);
 #pragma GCC unroll 8
     for (int j = from; j < to; ++j) {
       high = _mm512_dpbusd_epi32(high, weights.w[j], _mm512_set1_epi32(word(x + 4 * j)));

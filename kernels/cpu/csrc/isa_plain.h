@@ -98,10 +98,12 @@ struct V {
     return (w & bits(0xffff)) * static_cast<std::int16_t>(x) + (w >> 16) * (x >> 16);
 #endif
   }
-  // Exact: 32 * 255 * 32767 < 2^28.
-  template <int from, int to>
-  static I dot(const Weights& w, const std::uint8_t* x) {
+  // minus holds the negative sum of the integers. Exact: 32 * 255 * 32767 < 2^28.
+  template <int from, int to, int zero>
+  static I dot(const Weights& w, const std::uint8_t* x, const std::uint8_t* minus) {
     I even = bits(0), odd = even;
+    if constexpr (zero > 0)
+      even = shl<__builtin_ctz(zero)>(bits(read<std::uint32_t>(minus)));
 #pragma GCC unroll 8
     for (int j = from; j < to; ++j) {
       even += pair_products(w.even[j], read<std::int32_t>(x + 8 * j));

@@ -10,6 +10,7 @@
 
 // Left to itself the compiler makes calls of what must stay in registers.
 #define VP_INLINE [[gnu::always_inline]]
+#define VP_ALWAYS __attribute__((always_inline))  // the same for a lambda
 
 namespace voltapile {
 
@@ -25,7 +26,8 @@ struct RowGroup {
 //   64 float     scale
 //   68 float[3]  sums of scale * integer / 32 over all, the first 16 and the second 16 values
 //                (divided by 32 so that a sum overflows only where the product would)
-constexpr std::int64_t kBlock = 32, kRecordBytes = 80;
+//   80 int32[3]  sums of -integer over the same
+constexpr std::int64_t kBlock = 32, kRecordBytes = 92;
 constexpr float kSumShare = 32;
 constexpr int kTileTokens = 8;  // tokens that a kernel takes at most
 
