@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -137,7 +138,10 @@ class Server:
                 self._say(f"no chat: {error}")
                 template = None
         keys, metrics = api_keys(self.args), self.args.metrics
-        return make_app(engine, tokenizer, template, self.plan, api_keys=keys, metrics=metrics)
+        app = make_app(engine, tokenizer, template, self.plan, api_keys=keys, metrics=metrics)
+        gc.collect()
+        gc.freeze()  # or each full collection looks at the vocabulary again, for up to 0.1 s
+        return app
 
     async def _report(self, engine: Engine, url: str) -> None:
         """Print how loading goes, until it is done. Raises OSError if it fails."""
