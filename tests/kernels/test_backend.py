@@ -57,6 +57,6 @@ def test_unknown_names() -> None:
 
 def test_unknown_tensor_type() -> None:
     ops = CpuOps(1, 1 << 16)
-    length, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.TQ1_0]
-    with pytest.raises(ValueError, match="TQ1_0"):
-        ops.weight(np.zeros(nbytes, np.uint8), "TQ1_0", (1, length))
+    length, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.NVFP4]
+    with pytest.raises(ValueError, match="NVFP4"):
+        ops.weight(np.zeros(nbytes, np.uint8), "NVFP4", (1, length))
