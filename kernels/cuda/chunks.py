@@ -1,0 +1,81 @@
+"""How the matrix kernels cut rows of each format: the sizes of csrc/unpack*.cuh and matmul_chunk.cuh.
+
+A chunk is what one warp takes of 16 rows at once. Tests compare these numbers with the sources'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from voltapile.shm.formats import format_of
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """groups: of 32 columns. align: divides the address of every block. scales: runs of a group
+    with a scale of their own, 0: none. x_planes: halves of an activation."""
+
+    name: str
+    groups: int = 8
+    align: int = 2
+    scales: int = 1
+    has_offset: bool = False
+    x_planes: int = 1
+    is_expanded: bool = False
+    warps: int = 8
+
+    @property
+    def bytes(self) -> int:
+        kind = format_of(self.name)
+        return 32 * self.groups // kind.block_len * kind.block_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        slack = 0 if self.align >= 16 else 16 - self.align
+        return 16 * 16 * ((self.bytes + slack + 15) // 16 | 1)
+
+    def warp_bytes(self, room: int, stages: int) -> int:
+        """Shared memory of a warp that holds `room` tokens."""
+        fixed = stages * self.stage_bytes + 16 * 1040 * self.is_expanded
+        fixed += 128 * self.groups * self.scales
+        sums = 4 * self.groups * self.scales * self.has_offset
+        return -(-(fixed + room * (64 * self.x_planes * self.groups + sums + 4)) // 128) * 128
+
+
+def _expanded(name: str) -> Chunk:
+    return Chunk(name, scales=0, is_expanded=True, warps=2)
+
+
+_ALL = (
+    Chunk("F32", groups=2, align=4, scales=0, x_planes=2),
+    Chunk("F16", groups=4, scales=0, x_planes=2),
+    Chunk("BF16", groups=4, scales=0, x_planes=2),
+    Chunk("Q4_0"),
+    Chunk("Q4_1", align=4, has_offset=True),
+    Chunk("Q5_0"),
+    Chunk("Q5_1", align=8, has_offset=True),
+    Chunk("Q8_0"),
+    Chunk("Q2_K", align=4, scales=2, has_offset=True),
+    Chunk("Q3_K", scales=2),
+    Chunk("Q4_K", align=16, has_offset=True),
+    Chunk("Q5_K", align=16, has_offset=True),
+    Chunk("Q6_K", scales=2),
+    Chunk("IQ4_NL"),
+    Chunk("IQ4_XS", align=8),
+    Chunk("MXFP4", align=1),
+    *map(
+        _expanded,
+        ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
+    ),
+)
+CHUNKS = {chunk.name: chunk for chunk in _ALL}
+
+
+def stages(arch: int) -> int:
+    """Chunks of a warp in shared memory: what the asynchronous copies of sm_80 are for."""
+    return 3 if arch >= 80 else 1
+
+
+def max_shared(arch: int) -> int:
+    """Bytes that a block may take. On newer cards two blocks shall fit."""
+    return {70: 96 << 10, 72: 96 << 10, 75: 64 << 10}.get(arch, 99 << 10)

@@ -1,0 +1,124 @@
+// Activations on their way to tensor cores: float32 rows to scaled halves in the order of units.
+//
+// Each token's part of a chunk gets a power of two that brings its largest value to 2^14..2^15, so
+// that outliers do not overflow and the rest keeps its precision; the sums of the product are
+// multiplied by its inverse. X_PLANES 2 keeps what the first half leaves, times 2^11.
+// One warp stages for itself; columns behind k are zero.
+#pragma once
+#include "mma.cuh"
+
+namespace voltapile {
+
+__device__ __forceinline__ float4 four_columns(const float* row, int column, int k) {
+  if ((k & 3) == 0)
+    return column < k ? *reinterpret_cast<const float4*>(row + column) : float4{0, 0, 0, 0};
+  return {column < k ? row[column] : 0, column + 1 < k ? row[column + 1] : 0,
+          column + 2 < k ? row[column + 2] : 0, column + 3 < k ? row[column + 3] : 0};
+}
+
+__device__ __forceinline__ float largest_of(float4 v) {
+  return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
+
+// 2^e <= largest < 2^(e + 1) gives 2^(14 - e) and its inverse; e is at least -100.
+__device__ __forceinline__ float2 scales_for(float largest) {
+  const int e = max(static_cast<int>(__float_as_uint(largest) >> 23), 27);
+  return {__uint_as_float(static_cast<unsigned>(268 - e) << 23),
+          __uint_as_float(static_cast<unsigned>(e - 14) << 23)};
+}
+
+// Four values to two registers, and the sum of what they became.
+template <bool NATURAL>
+__device__ __forceinline__ float pack_four(float4 v, float scale, unsigned* high, unsigned* low) {
+  const float second = NATURAL ? v.y : v.z, third = NATURAL ? v.z : v.y;
+  const float a = v.x * scale, b = second * scale, c = third * scale, d = v.w * scale;
+  high[0] = half_pair(a, b);
+  high[1] = half_pair(c, d);
+  const float2 ab = half_values(high[0]), cd = half_values(high[1]);
+  if (low != nullptr) {
+    low[0] = half_pair((a - ab.x) * 2048.0f, (b - ab.y) * 2048.0f);
+    low[1] = half_pair((c - cd.x) * 2048.0f, (d - cd.y) * 2048.0f);
+  }
+  return (ab.x + ab.y) + (cd.x + cd.y);
+}
+
+// In shared memory, for `room` tokens:
+//   units   [X_PLANES][GROUPS][room][4] Units
+//   sums    [GROUPS * SCALES][room] of what the units hold; only if the format has offsets
+//   scales  [room] what sums of products are multiplied by
+template <class C>
+struct Tokens {
+  static constexpr int PER_TOKEN =
+      C::X_PLANES * C::GROUPS * 64 + (C::OFFSET ? C::GROUPS * C::SCALES * 4 : 0) + 4;
+  Unit* units;
+  float *sums, *scales;
+  int room;
+
+  __device__ Tokens(std::uint8_t* memory, int room) : room(room) {
+    units = reinterpret_cast<Unit*>(memory);
+    scales = reinterpret_cast<float*>(units + C::X_PLANES * C::GROUPS * 4 * room);
+    sums = scales + room;
+  }
+
+  __device__ __forceinline__ Unit unit(int plane, int group, int token, int p) const {
+    const Unit* at = units + ((plane * C::GROUPS + group) * room + token) * 4 + p;
+    const uint4 v = *reinterpret_cast<const uint4*>(at);
+    return {{v.x, v.y, v.z, v.w}};
+  }
+
+  // Of run i, and what a token's products are multiplied by. Anything where there is no token.
+  __device__ __forceinline__ float sum(int i, int token) const {
+    return sums[i * room + (token < room ? token : 0)];
+  }
+  __device__ __forceinline__ float scale(int token) const {
+    return scales[token < room ? token : 0];
+  }
+
+  // x: the first token's row; column: where the chunk starts.
+  __device__ __forceinline__ void stage(const float* x, int tokens, int k, int column, int lane) {
+    constexpr int LANES = 4 * C::GROUPS;  // for a token
+    const int group = lane % LANES / 4, p = lane & 3;
+    const int first = column + 32 * group + 4 * p;
+    for (int start = 0; start < tokens; start += 32 / LANES) {
+      const int token = start + lane / LANES;
+      const bool is_there = token < tokens;
+      const float* row = x + static_cast<long long>(is_there ? token : 0) * k;
+      const float4 a = four_columns(row, first, k), b = four_columns(row, first + 16, k);
+      float largest = fmaxf(largest_of(a), largest_of(b));
+#pragma unroll
+      for (int step = LANES / 2; step > 0; step >>= 1)
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      const float2 scale = scales_for(largest);
+      Unit high, low;
+      float sum_a = pack_four<C::NATURAL>(a, scale.x, high.r, C::X_PLANES > 1 ? low.r : nullptr);
+      float sum_b =
+          pack_four<C::NATURAL>(b, scale.x, high.r + 2, C::X_PLANES > 1 ? low.r + 2 : nullptr);
+      if constexpr (C::OFFSET) {
+        if (C::SCALES == 1) sum_a += sum_b;
+        sum_a += __shfl_xor_sync(~0u, sum_a, 1);
+        sum_a += __shfl_xor_sync(~0u, sum_a, 2);
+        if (C::SCALES == 2) {
+          sum_b += __shfl_xor_sync(~0u, sum_b, 1);
+          sum_b += __shfl_xor_sync(~0u, sum_b, 2);
+        }
+        if (is_there && p == 0) {
+          sums[C::SCALES * group * room + token] = sum_a;
+          if (C::SCALES == 2) sums[(2 * group + 1) * room + token] = sum_b;
+        }
+      }
+      if (is_there) {
+        put(0, group, token, p, high);
+        if constexpr (C::X_PLANES > 1) put(1, group, token, p, low);
+        if (lane % LANES == 0) scales[token] = scale.y;
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void put(int plane, int group, int token, int p, const Unit& u) {
+    *reinterpret_cast<uint4*>(units + ((plane * C::GROUPS + group) * room + token) * 4 + p) =
+        uint4{u.r[0], u.r[1], u.r[2], u.r[3]};
+  }
+};
+
+}  // namespace voltapile
