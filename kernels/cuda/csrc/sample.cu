@@ -233,7 +233,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     const Filter filter{temperature, state.top_p[slot], state.min_p[slot], state.top_k[slot],
                         uniform24(state.seed[slot], position, 0)};
     const float top = __fdiv_rn(chosen_from[chosen], temperature);
-    chosen = draw({chosen_from, vocab, temperature, top}, filter, s);
+    if (fabsf(top) < __int_as_float(0x7f800000))  // else the temperature is as good as 0
+      chosen = draw({chosen_from, vocab, temperature, top}, filter, s);
   }
   if (state.logprobs[slot] >= 0)
     report(logits, vocab, chosen, state.logprobs[slot], best, ids, values, s.join);
