@@ -58,12 +58,13 @@ def _describe_reference() -> dict[str, object]:
 
 
 def _describe_cuda() -> dict[str, object]:
+    from voltapile.kernels.cuda.attention import KV_TYPES
     from voltapile.kernels.cuda.rows import FORMATS as WITH_HEADER
 
     return {
         "name": "cuda",
         "formats": list(WITH_HEADER),
-        "kv_types": {"f16": (1, 2), "q8_0": (32, 34)},
+        "kv_types": KV_TYPES,
         "page_tokens": 64,
         "max_decode_rows": 64,
         "activation_bytes": 4.0,

@@ -11,7 +11,7 @@ Batch and SlotState when the Op runs, never when it is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -142,6 +142,10 @@ class Ops(Protocol):
 
     def capture(self) -> AbstractContextManager[Graph]:
         """Ops called inside are recorded, not run; scratch addresses stay valid for replays."""
+
+    def prepare(self, run: Callable[[], None]) -> None:
+        """Make ready what `run` needs, e.g. compile it; after all weights. `run` calls Ops whose
+        results it does not look at; they may or may not be computed."""
 
     def synchronize(self) -> None:
         """Wait until everything submitted has run."""

@@ -58,6 +58,8 @@ class Engine:
         self.buffer = BatchBuffer(self.ops, most_tokens, self.caches.pages)
         self.out = step_output(self.ops, self.most_outputs)
         self.graphs: dict[int, Graph] = {}
+        progress("kernels", 0.0)
+        self.ops.prepare(self._rehearse)
         if self.ops.captures:
             for done, rows in enumerate(sorted(self.plan.buckets)):
                 progress("capture", done / len(self.plan.buckets))
@@ -146,6 +148,15 @@ class Engine:
         with self.ops.capture() as graph:
             self._forward(batch)
         return graph
+
+    def _rehearse(self) -> None:
+        """What a chunk of a prompt and each recorded step need of the backend."""
+        slot = self.caches.padding_slot
+        prompt = Row(slot=slot, tokens=np.zeros(self.plan.batch_tokens, np.int32), sample=True)
+        batches = [([prompt], 0), *(([], rows) for rows in self.plan.buckets)]
+        for rows, padding in batches:
+            self.ops.reset_scratch()
+            self._forward(self.buffer.fill(rows, padding, slot))
 
     def _forward(self, batch: Batch) -> None:
         self.ops.begin(batch, self.caches.state)

@@ -6,7 +6,7 @@ the computation at once or records it. Knows nothing of threads, instruction set
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -160,6 +160,9 @@ class CpuOps:
             yield graph
         finally:
             graph.recording = self._engine.recorded()
+
+    def prepare(self, run: Callable[[], None]) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass

@@ -12,9 +12,10 @@ __all__ = ["INSTANCES", "Instance"]
 
 
 def _instances() -> list[Instance]:
-    from voltapile.kernels.cuda import rows, sampling
+    from voltapile.kernels.cuda import attention, matmul, rows, sampling
 
-    found = [*rows.INSTANCES, *sampling.INSTANCES]
+    modules = rows, sampling, matmul, attention
+    found = [instance for module in modules for instance in module.INSTANCES]
     assert len(set(found)) == len(found), "an instance is listed twice"
     return found
 

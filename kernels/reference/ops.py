@@ -8,7 +8,7 @@ It knows nothing of speed: no scratch memory, no capture, key and value caches a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,9 @@ class ReferenceOps:
 
     def capture(self) -> AbstractContextManager[Graph]:
         raise AssertionError("the reference does not capture")
+
+    def prepare(self, run: Callable[[], None]) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass
