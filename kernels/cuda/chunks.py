@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from voltapile.shm.formats import format_of
 
+MUCH = 3072  # bytes in flight that need no third stage
+# KiB of shared memory that a block may take, by compute capability; 99 elsewhere.
+SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -34,9 +38,15 @@ class Chunk:
         slack = 0 if self.align >= 16 else 16 - self.align
         return 16 * 16 * ((self.bytes + slack + 15) // 16 | 1)
 
-    def warp_bytes(self, room: int, stages: int) -> int:
+    def stages(self, arch: int) -> int:
+        """Chunks of a warp in shared memory: asynchronous copies of sm_80 fill them ahead."""
+        if arch < 80:
+            return 1
+        return 2 if self.stage_bytes > MUCH else 3
+
+    def warp_bytes(self, room: int, arch: int) -> int:
         """Shared memory of a warp that holds `room` tokens."""
-        fixed = stages * self.stage_bytes + 16 * 1040 * self.is_expanded
+        fixed = self.stages(arch) * self.stage_bytes + 16 * 1040 * self.is_expanded
         fixed += 128 * self.groups * self.scales
         sums = 4 * self.groups * self.scales * self.has_offset
         return -(-(fixed + room * (64 * self.x_planes * self.groups + sums + 4)) // 128) * 128
@@ -71,11 +81,6 @@ _ALL = (
 CHUNKS = {chunk.name: chunk for chunk in _ALL}
 
 
-def stages(arch: int) -> int:
-    """Chunks of a warp in shared memory: what the asynchronous copies of sm_80 are for."""
-    return 3 if arch >= 80 else 1
-
-
 def max_shared(arch: int) -> int:
-    """Bytes that a block may take. On newer cards two blocks shall fit."""
-    return {70: 96 << 10, 72: 96 << 10, 75: 64 << 10}.get(arch, 99 << 10)
+    """Bytes of shared memory that a block may take."""
+    return SHARED.get(arch, 99) << 10

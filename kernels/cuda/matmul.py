@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared, stages
+from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 
 PLAIN, ADD, SILU, GELU = range(4)
@@ -159,7 +159,7 @@ def _matrix_args(products: list[_Product]) -> tuple[int | np.int32, ...]:
 
 def shared_bytes(room: int, chunks: Sequence[Chunk], arch: int) -> int:
     """Of a block that holds `room` tokens."""
-    return max(chunk.warps * chunk.warp_bytes(room, stages(arch)) for chunk in chunks)
+    return max(chunk.warps * chunk.warp_bytes(room, arch) for chunk in chunks)
 
 
 def room_for(tokens: int, chunks: Sequence[Chunk], arch: int) -> int:

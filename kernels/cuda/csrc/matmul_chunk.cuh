@@ -10,7 +10,7 @@
 namespace voltapile {
 
 constexpr bool IS_ASYNC = VP_ARCH >= 800;
-constexpr int STAGES = IS_ASYNC ? 3 : 1;
+constexpr int MUCH = 3072;  // bytes in flight that need no third stage
 
 template <bool CONDITION, class A, class B>
 struct Either {
@@ -28,6 +28,7 @@ struct ChunkMemory {
   using C = Codec<F>;
   using Raw = Stage<C::BYTES, C::ALIGN>;
   using Values = Codec<typename Either<C::EXPAND, Expanded, F>::type>;  // that are unpacked
+  static constexpr int STAGES = !IS_ASYNC ? 1 : Raw::SIZE > MUCH ? 2 : 3;
   static constexpr bool HAS_SCALES = !C::NATURAL;
   static constexpr int EXPANDED_STRIDE = 1040, EXPANDED = C::EXPAND ? 16 * EXPANDED_STRIDE : 0;
   static constexpr int SCALES = HAS_SCALES ? C::GROUPS * C::SCALES * 16 * 8 : 0;

@@ -49,7 +49,7 @@ __device__ __forceinline__ void multiply_all(const Job& job, std::uint8_t* memor
                                              float (&total)[TILES][PASSES][Tile::VALUES]) {
   using M = ChunkMemory<F>;
   using Raw = typename M::Raw;
-  constexpr int BYTES = Codec<F>::BYTES, COLUMNS = 32 * Codec<F>::GROUPS;
+  constexpr int STAGES = M::STAGES, BYTES = Codec<F>::BYTES, COLUMNS = 32 * Codec<F>::GROUPS;
   constexpr int AHEAD = IS_ASYNC ? STAGES - 1 : 1;
   const int chunks = (job.k + COLUMNS - 1) / COLUMNS;
   const int row_bytes = job.k / F::length * F::bytes;
