@@ -2,6 +2,21 @@
 // their number alone, and normalises.
 #include "attention_rows.cuh"
 
+namespace voltapile {
+
+constexpr int WARPS = 8;
+
+#ifndef VP_EMULATION
+extern __shared__ __align__(16) unsigned char shared[];
+#endif
+
+struct Shared {
+  float4 sums[WARPS][64];
+  float totals[WARPS];
+};
+
+}  // namespace voltapile
+
 using namespace voltapile;
 
 // grid: (H, tokens or items), 256 threads. See attention_decode.cu for plan, partial and stats.
@@ -9,9 +24,7 @@ extern "C" __global__ void __launch_bounds__(256)
 attention_combine(const float* partial, const float2* stats, const int* positions, const int* plan,
                   float* out, int first, int num_heads, int dim, int limit, int window, int most,
                   int stride, int chunk) {
-  constexpr int WARPS = 8;
-  __shared__ float4 sums[WARPS][64];
-  __shared__ float totals[WARPS];
+  Shared& sh = *reinterpret_cast<Shared*>(shared);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, item = first + blockIdx.y;
   int begin = item, count = 1, base = blockIdx.y;
   if (plan != nullptr) {
@@ -45,13 +58,13 @@ attention_combine(const float* partial, const float2* stats, const int* position
       }
     }
     __syncthreads();  // the last row's sums are read
-    sums[warp][lane] = sum[0], sums[warp][32 + lane] = sum[1];
-    if (lane == 0) totals[warp] = total;
+    sh.sums[warp][lane] = sum[0], sh.sums[warp][32 + lane] = sum[1];
+    if (lane == 0) sh.totals[warp] = total;
     __syncthreads();
     if (static_cast<int>(threadIdx.x) < dim) {
-      const float* all = reinterpret_cast<const float*>(sums);
-      float y = all[threadIdx.x], n = totals[0];
-      for (int w = 1; w < WARPS; ++w) y += all[256 * w + threadIdx.x], n += totals[w];
+      const float* all = reinterpret_cast<const float*>(sh.sums);
+      float y = all[threadIdx.x], n = sh.totals[0];
+      for (int w = 1; w < WARPS; ++w) y += all[256 * w + threadIdx.x], n += sh.totals[w];
       out[(static_cast<long long>(begin + r) * num_heads + blockIdx.x) * dim + threadIdx.x] = y / n;
     }
   }

@@ -13,11 +13,15 @@ constexpr int MINE = (ROW_TILES + SHARES - 1) / SHARES;      // row tiles of a w
 constexpr int COLUMNS = (DIM / 16 + WARPS - 1) / WARPS;      // column tiles of a warp, for sums
 constexpr int P_PITCH = TILE + PAD;
 
+#ifndef VP_EMULATION
+extern __shared__ __align__(16) unsigned char shared[];
+#endif
+
 struct Shared {
-  __half q[ROWS * PITCH];
-  __half keys[TILE * PITCH];
-  __half values[IS_ASYNC ? TILE * PITCH : 8];
-  __half p[ROWS * P_PITCH];
+  half_bits q[ROWS * PITCH];
+  half_bits keys[TILE * PITCH];
+  half_bits values[IS_ASYNC ? TILE * PITCH : 8];
+  half_bits p[ROWS * P_PITCH];
   float most[GROUPS][ROWS];  // largest score of each warp's positions; at the end, their sums
   float factor[ROWS];
   int low[ROWS], high[ROWS];
@@ -42,7 +46,7 @@ __device__ int tokens_of_item(const int* slots, const int* positions, int t, int
 }
 
 // Probabilities of this warp's scores for the row tiles it shares in, and the sums of all rows.
-__device__ __forceinline__ void soften(Shared& sh, Tile (&s)[MINE], Running (&running)[ROW_TILES][2],
+__device__ __forceinline__ void soften(Shared& sh, Square (&s)[MINE], Running (&running)[ROW_TILES][2],
                                        float (&alpha)[ROW_TILES][2], float (&sum)[MINE][2],
                                        int tiles, int group, int share, int lane) {
 #pragma unroll
@@ -56,26 +60,26 @@ __device__ __forceinline__ void soften(Shared& sh, Tile (&s)[MINE], Running (&ru
       for (int g = 1; g < GROUPS; ++g) most = fmaxf(most, sh.most[g][row]);
       const float shift = running[t][i].take(most, alpha[t][i]);
       if (t % SHARES != share) continue;
-      Tile& mine = s[t / SHARES];
+      Square& mine = s[t / SHARES];
       float& all = sum[t / SHARES][i];
       all = __fmaf_rn(all, alpha[t][i], exponentials(mine, i, shift));
-      __half* p = sh.p + row * P_PITCH + 16 * group + 2 * Mma::pair(lane);
-      *reinterpret_cast<unsigned*>(p) = pack(mine.e[2 * i], mine.e[2 * i + 1]);
-      *reinterpret_cast<unsigned*>(p + 8) = pack(mine.e[4 + 2 * i], mine.e[5 + 2 * i]);
+      half_bits* p = sh.p + row * P_PITCH + 16 * group + 2 * Mma::pair(lane);
+      *reinterpret_cast<unsigned*>(p) = half_pair(mine.e[2 * i], mine.e[2 * i + 1]);
+      *reinterpret_cast<unsigned*>(p + 8) = half_pair(mine.e[4 + 2 * i], mine.e[5 + 2 * i]);
     }
   }
 }
 
 // out = out * alpha + p * values, for this warp's columns.
-__device__ __forceinline__ void add_values(const Shared& sh, const __half* values,
-                                           Tile (&out)[ROW_TILES][COLUMNS],
+__device__ __forceinline__ void add_values(const Shared& sh, const half_bits* values,
+                                           Square (&out)[ROW_TILES][COLUMNS],
                                            const float (&alpha)[ROW_TILES][2], int tiles, int warp,
                                            int lane) {
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) {
     const int column = 16 * (warp + c * WARPS);
     if (column >= DIM) break;
-    Tile fresh[ROW_TILES];
+    Square fresh[ROW_TILES];
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t) fresh[t].clear();
 #pragma unroll
@@ -97,7 +101,7 @@ __device__ __forceinline__ void add_values(const Shared& sh, const __half* value
 }
 
 // The block's piece is done: sums of rows, then everything to `partial` and `stats`.
-__device__ __forceinline__ void write_piece(Shared& sh, const Tile (&out)[ROW_TILES][COLUMNS],
+__device__ __forceinline__ void write_piece(Shared& sh, const Square (&out)[ROW_TILES][COLUMNS],
                                             const Running (&running)[ROW_TILES][2],
                                             const float (&sum)[MINE][2], float* partial,
                                             float2* stats, int dim, int tiles, int group,
@@ -122,7 +126,7 @@ __device__ __forceinline__ void write_piece(Shared& sh, const Tile (&out)[ROW_TI
         float all = sh.most[0][row];
 #pragma unroll
         for (int g = 1; g < GROUPS; ++g) all += sh.most[g][row];
-        stats[slot] = make_float2(running[t][i].m, all);
+        stats[slot] = float2{running[t][i].m, all};
       }
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c)
@@ -131,7 +135,7 @@ __device__ __forceinline__ void write_piece(Shared& sh, const Tile (&out)[ROW_TI
           const int at = 16 * (warp + c * WARPS) + 8 * h + 2 * Mma::pair(lane);
           if (at < dim)
             *reinterpret_cast<float2*>(partial + static_cast<long long>(slot) * dim + at) =
-                make_float2(out[t][c].e[4 * h + 2 * i], out[t][c].e[4 * h + 2 * i + 1]);
+                float2{out[t][c].e[4 * h + 2 * i], out[t][c].e[4 * h + 2 * i + 1]};
         }
     }
   }
@@ -141,7 +145,7 @@ __device__ __forceinline__ void write_piece(Shared& sh, const Tile (&out)[ROW_TI
 
 using namespace voltapile;
 
-// grid: (pieces, KV heads * parts of their rows, tokens or items)
+// grid: (tokens or items * pieces, KV heads * parts of their rows)
 // heads: int[kv_heads + 1 + H], where each KV head's query heads begin and end, then those
 // plan: null, or of attention_plan.cu: int count, -, -, -, then (first token, tokens) of each item
 // partial: float[tokens * H * stride, value_dim], stats: largest score and sum alike
@@ -151,16 +155,15 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
                  const int* plan, float* partial, float2* stats, int first, int last, int parts,
                  int kv_heads, int num_heads, int key_dim, int value_dim, int key_kind,
                  int value_kind, int width, int pages, float scale, float cap, int window, int most,
-                 int stride, int chunk) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  Shared& sh = *reinterpret_cast<Shared*>(memory);
+                 int stride, int chunk, int pieces) {
+  Shared& sh = *reinterpret_cast<Shared*>(shared);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int group = warp % GROUPS, share = warp / GROUPS, limit = width * PAGE;
-  const int item = first + blockIdx.z;
-  int begin = item, count = 0, base = blockIdx.z;
+  const int number = blockIdx.x / pieces, item = first + number;
+  int begin = item, count = 0, base = number;
   if (plan != nullptr) {
     if (item >= plan[0]) return;
-    begin = plan[4 + 2 * item], count = plan[5 + 2 * item], base = blockIdx.z * chunk;
+    begin = plan[4 + 2 * item], count = plan[5 + 2 * item], base = number * chunk;
   } else {
     count = tokens_of_item(slots, positions, item, first, last, chunk, limit, window, most);
     if (count == 0) return;
@@ -176,7 +179,7 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
     const Span s = span_of(positions[begin + t], limit, window, most);
     whole.low = min(whole.low, s.low), whole.high = max(whole.high, s.high);
   }
-  const int piece = whole.first() + blockIdx.x;
+  const int piece = whole.first() + blockIdx.x % pieces;
   const int start = max(piece * whole.piece, whole.low / TILE * TILE);
   const int end = min((piece + 1) * whole.piece, whole.high);
   if (start >= end) return;
@@ -184,10 +187,10 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   const Pages where{table + static_cast<long long>(slots[begin]) * width, pages, kv_heads, kv_head,
                     width};
   Fetch<THREADS> fetch;
-  long long page = where.at(start);
+  int page = where.at(start);
   if (IS_ASYNC) {
     fetch_async<THREADS>(keys, page, start, whole.low, whole.high, sh.keys);
-    commit_async();
+    commit_copies();
   } else {
     fetch.read(keys, page, start, whole.low, whole.high);
   }
@@ -208,32 +211,32 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
     const long long at = static_cast<long long>(begin + r / members) * num_heads + own[r % members];
     float power = 0.0f;
     if (m < rows) power = stage_query<DIM>(q + at * key_dim, key_dim, sh.q + m * PITCH, lane);
-    else for (int i = lane; i < DIM; i += 32) sh.q[m * PITCH + i] = __ushort_as_half(0);
+    else for (int i = lane; i < DIM; i += 32) sh.q[m * PITCH + i] = 0;
     if (lane == 0) sh.factor[m] = power * scale;
   }
 
-  Tile out[ROW_TILES][COLUMNS];
+  Square out[ROW_TILES][COLUMNS];
   Running running[ROW_TILES][2];
   float sum[MINE][2] = {}, alpha[ROW_TILES][2];
 #pragma unroll
   for (int t = 0; t < ROW_TILES; ++t)
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) out[t][c].clear();
-  __half* value_tile = IS_ASYNC ? sh.values : sh.keys;
+  half_bits* value_tile = IS_ASYNC ? sh.values : sh.keys;
 
   for (int p = start; p < end; p += TILE) {
-    const long long next = p + TILE < end ? where.at(p + TILE) : page;
-    if (IS_ASYNC) wait_async<0>();
+    const int next = p + TILE < end ? where.at(p + TILE) : page;
+    if (IS_ASYNC) wait_for_copies<0>();
     else fetch.put(keys, sh.keys);
     __syncthreads();
     if (IS_ASYNC) {
       fetch_async<THREADS>(values, page, p, whole.low, whole.high, sh.values);
-      commit_async();
+      commit_copies();
     } else {
       fetch.read(values, page, p, whole.low, whole.high);
     }
-    Tile s[MINE];
-    scores(s, sh.q + 16 * share * PITCH, 16 * SHARES, sh.keys + 16 * group * PITCH,
+    Square scored[1][MINE], (&s)[MINE] = scored[0];
+    scores(scored, sh.q + 16 * share * PITCH, 16 * SHARES, sh.keys + 16 * group * PITCH,
            (tiles - share + SHARES - 1) / SHARES, lane);
 #pragma unroll
     for (int j = 0; j < MINE; ++j)
@@ -249,10 +252,10 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
     if (IS_ASYNC) {
       if (p + TILE < end)
         fetch_async<THREADS>(keys, next, p + TILE, whole.low, whole.high, sh.keys);
-      commit_async();
+      commit_copies();
     }
     soften(sh, s, running, alpha, sum, tiles, group, share, lane);
-    if (IS_ASYNC) wait_async<1>();
+    if (IS_ASYNC) wait_for_copies<1>();
     else fetch.put(values, value_tile);
     __syncthreads();
     if (!IS_ASYNC && p + TILE < end) fetch.read(keys, next, p + TILE, whole.low, whole.high);

@@ -6,14 +6,17 @@
 // A reader brings part of a page into shared memory as halves: positions outside [low, high) and
 // dimensions past the head's end become zeros, so that what was left there by others cannot harm.
 #pragma once
-#include <cuda_fp16.h>
+#include "attention_copies.cuh"
+#include "half.cuh"
 
 namespace voltapile {
+
+using half_bits = std::uint16_t;
 
 constexpr int PAGE = 64;
 enum Kind { F16 = 0, Q8_0 = 1, Q4_0 = 2 };
 
-__host__ __device__ constexpr int values_of(int kind) {  // in 16 bytes
+__device__ constexpr int values_of(int kind) {  // in 16 bytes
   return kind == F16 ? 8 : kind == Q8_0 ? 16 : 32;
 }
 
@@ -28,11 +31,17 @@ __device__ __forceinline__ void spread(unsigned bytes, unsigned& low, unsigned& 
   high = __byte_perm(bytes, 0x64646464u, 0x4342);
 }
 
-__device__ __forceinline__ unsigned scaled(unsigned halves, float offset, __half scale) {
-  const __half2 shifted = __hsub2(*reinterpret_cast<const __half2*>(&halves),
-                                  __float2half2_rn(offset));  // exact
-  const __half2 y = __hmul2(shifted, __half2half2(scale));
+#ifndef VP_EMULATION
+__device__ __forceinline__ unsigned half_multiply(unsigned a, unsigned b) {
+  const __half2 y =
+      __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
   return *reinterpret_cast<const unsigned*>(&y);
+}
+#endif
+
+// The sum is exact.
+__device__ __forceinline__ unsigned scaled(unsigned halves, float offset, unsigned scale) {
+  return half_multiply(half_add(halves, half_pair(-offset, -offset)), scale);
 }
 
 // Place i of a thread in a tile of rows of WIDE pieces, so that most of it is known beforehand.
@@ -52,7 +61,7 @@ __device__ __forceinline__ int column_of_place(int i) {
 template <int ROWS, int DIM, int THREADS, int SLOTS>
 struct Reader {
   uint4 data[SLOTS];
-  __half scale[SLOTS];
+  half_bits scale[SLOTS];
 
   // head: this head's part of the page; row: the first position's place in it
   template <int TYPE>
@@ -62,23 +71,22 @@ struct Reader {
     for (int i = 0; i < SLOTS; ++i) {
       if (i * THREADS >= ROWS * WIDE) break;
       const int r = row_of_place<WIDE, THREADS>(i), c = column_of_place<WIDE, THREADS>(i);
-      data[i] = make_uint4(0, 0, 0, 0);
-      scale[i] = __ushort_as_half(0);
+      data[i] = uint4{0, 0, 0, 0};
+      scale[i] = 0;
       if (r < ROWS && r >= low && r < high && c * EACH < dim) {
         const int cell = (row + r) * (dim / EACH) + c;
         data[i] = __ldg(reinterpret_cast<const uint4*>(head) + cell);
         if (TYPE != F16) {
           const unsigned char* scales = head + PAGE * dim * 16 / EACH;
           const int block = (row + r) * (dim / 32) + c * EACH / 32;
-          scale[i] = __ushort_as_half(
-              __ldg(reinterpret_cast<const unsigned short*>(scales) + block));
+          scale[i] = __ldg(reinterpret_cast<const half_bits*>(scales) + block);
         }
       }
     }
   }
 
   template <int TYPE>
-  __device__ void put(__half* tile, int pitch) const {
+  __device__ void put(half_bits* tile, int pitch) const {
     constexpr int EACH = values_of(TYPE), WIDE = DIM / EACH;
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
@@ -102,20 +110,20 @@ struct Reader {
   }
 
  private:
-  static __device__ uint4 bytes(unsigned first, unsigned second, float offset, __half scale) {
+  static __device__ uint4 bytes(unsigned first, unsigned second, float offset, unsigned half) {
+    const unsigned scale = half | half << 16;
     uint4 y;
     spread(first, y.x, y.y);
     spread(second, y.z, y.w);
-    return make_uint4(scaled(y.x, offset, scale), scaled(y.y, offset, scale),
-                      scaled(y.z, offset, scale), scaled(y.w, offset, scale));
+    return {scaled(y.x, offset, scale), scaled(y.y, offset, scale), scaled(y.z, offset, scale),
+            scaled(y.w, offset, scale)};
   }
 };
 
 // Reader::read and put for f16 at once, without registers between; arrives some time later.
 template <int ROWS, int DIM, int THREADS>
-__device__ __forceinline__ void copy_async(__half* tile, int pitch, const unsigned char* head,
-                                           int row, int low, int high) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void fetch_halves(half_bits* tile, int pitch, const unsigned char* head,
+                                             int row, int low, int high) {
   constexpr int WIDE = DIM / 8;
 #pragma unroll
   for (int i = 0; i < (ROWS * WIDE + THREADS - 1) / THREADS; ++i) {
@@ -123,24 +131,8 @@ __device__ __forceinline__ void copy_async(__half* tile, int pitch, const unsign
     if (r >= ROWS) break;
     const bool is_seen = r >= low && r < high;
     const unsigned char* from = head + ((row + r) * DIM + 8 * c) * 2;
-    const unsigned to =
-        static_cast<unsigned>(__cvta_generic_to_shared(tile + r * pitch + 8 * c));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-                 "l"(is_seen ? from : head), "r"(is_seen ? 16 : 0)
-                 : "memory");
+    copy_async(tile + r * pitch + 8 * c, is_seen ? from : head, is_seen ? 16 : 0);
   }
-#endif
-}
-__device__ __forceinline__ void commit_async() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-template <int LEFT>
-__device__ __forceinline__ void wait_async() {  // until at most LEFT groups are under way
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-#endif
 }
 
 }  // namespace voltapile

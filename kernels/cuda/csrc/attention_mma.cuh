@@ -6,13 +6,15 @@
 // quad pairs compute an 8 x 8 quarter each; rows and columns are dealt out to them so that the
 // padded rows of shared memory are read without bank conflicts (tests/kernels/cuda proves it).
 #pragma once
-#include <cuda_fp16.h>
+#include "mma.cuh"
 
 namespace voltapile {
 
+using half_bits = std::uint16_t;
+
 constexpr int PAD = 8;  // halves behind each row of shared memory; rows stay 16-byte aligned
 
-struct Tile {
+struct Square {
   float e[8];
   __device__ void clear() {
 #pragma unroll
@@ -20,12 +22,35 @@ struct Tile {
   }
 };
 
-__device__ __forceinline__ unsigned pack(float a, float b) {
-  const __half2 h = __floats2half2_rn(a, b);
-  return *reinterpret_cast<const unsigned*>(&h);
+#ifndef VP_EMULATION
+#if VP_ARCH >= 750
+// Four matrices of 8 x 8 halves, a row's address from each lane; `by_columns` turns them round.
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const half_bits* m) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(m));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at));
 }
+__device__ __forceinline__ void load_matrices_turned(unsigned (&r)[4], const half_bits* m) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(m));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at));
+}
+#else
+// mma_884 with B by rows: lane t of a quad pair holds row t % 4 and columns 4 (t / 4) to + 3 of it.
+__device__ __forceinline__ void mma_884_rows(float (&c)[8], unsigned a0, unsigned a1, unsigned b0,
+                                             unsigned b1) {
+  asm("mma.sync.aligned.m8n8k4.row.row.f32.f16.f16.f32 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9}, "
+      "{%10,%11}, {%0,%1,%2,%3,%4,%5,%6,%7};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]),
+        "+f"(c[7])
+      : "r"(a0), "r"(a1), "r"(b0), "r"(b1));
+}
+#endif
+#endif
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
+#if VP_ARCH < 750
 
 struct Mma {
   static constexpr int SHARE_1 = 2, SHARE_2 = 8;
@@ -38,17 +63,17 @@ struct Mma {
   }
 
   // m[row][k], `pitch` halves a row
-  static __device__ A load_a(const __half* m, int pitch, int lane) {
+  static __device__ A load_a(const half_bits* m, int pitch, int lane) {
     const int at = (lane & 3) + 4 * (lane >> 2 & 1) + 8 * (lane >> 4);
     return load<A>(m + at * pitch);
   }
   // m[column][k]
-  static __device__ B load_b(const __half* m, int pitch, int lane) {
+  static __device__ B load_b(const half_bits* m, int pitch, int lane) {
     const int at = (lane & 3) + 4 * (lane >> 3 & 1) + 8 * (lane >> 4);
     return load<B>(m + at * pitch);
   }
   // m[k][column]; only for product_by_rows
-  static __device__ B load_b_rows(const __half* m, int pitch, int lane) {
+  static __device__ B load_b_rows(const half_bits* m, int pitch, int lane) {
     m += (lane & 3) * pitch + 4 * (lane >> 3 & 1) + 8 * (lane >> 4);
     B b;
 #pragma unroll
@@ -60,13 +85,13 @@ struct Mma {
     return b;
   }
   // A row's columns lie in four lanes: exchange rows with one neighbour, halves with another.
-  static __device__ A from_tile(const Tile& p, int lane) {
+  static __device__ A from_square(const Square& p, int lane) {
     const int j = lane >> 1 & 1, c = lane >> 3 & 1;
     unsigned own[2], got[2], row[2][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const unsigned first = pack(p.e[4 * h], p.e[4 * h + 1]);
-      const unsigned second = pack(p.e[4 * h + 2], p.e[4 * h + 3]);
+      const unsigned first = half_pair(p.e[4 * h], p.e[4 * h + 1]);
+      const unsigned second = half_pair(p.e[4 * h + 2], p.e[4 * h + 3]);
       own[h] = j ? second : first;
       got[h] = __shfl_xor_sync(0xffffffffu, j ? first : second, SHARE_1);
       row[h][0] = j ? got[h] : own[h];
@@ -83,28 +108,20 @@ struct Mma {
       }
     return a;
   }
-  static __device__ void product(Tile& t, const A& a, const B& b) {
+  static __device__ void product(Square& t, const A& a, const B& b) {
 #pragma unroll
     for (int s = 0; s < 4; ++s)
-      asm("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%0,%1,%2,%3,%4,%5,%6,%7}, "
-          "{%8,%9}, {%10,%11}, {%0,%1,%2,%3,%4,%5,%6,%7};"
-          : "+f"(t.e[0]), "+f"(t.e[1]), "+f"(t.e[2]), "+f"(t.e[3]), "+f"(t.e[4]), "+f"(t.e[5]),
-            "+f"(t.e[6]), "+f"(t.e[7])
-          : "r"(a.r[2 * s]), "r"(a.r[2 * s + 1]), "r"(b.r[2 * s]), "r"(b.r[2 * s + 1]));
+      mma_884(t.e, a.r[2 * s], a.r[2 * s + 1], b.r[2 * s], b.r[2 * s + 1]);
   }
-  static __device__ void product_by_rows(Tile& t, const A& a, const B& b) {
+  static __device__ void product_by_rows(Square& t, const A& a, const B& b) {
 #pragma unroll
     for (int s = 0; s < 4; ++s)
-      asm("mma.sync.aligned.m8n8k4.row.row.f32.f16.f16.f32 {%0,%1,%2,%3,%4,%5,%6,%7}, "
-          "{%8,%9}, {%10,%11}, {%0,%1,%2,%3,%4,%5,%6,%7};"
-          : "+f"(t.e[0]), "+f"(t.e[1]), "+f"(t.e[2]), "+f"(t.e[3]), "+f"(t.e[4]), "+f"(t.e[5]),
-            "+f"(t.e[6]), "+f"(t.e[7])
-          : "r"(a.r[2 * s]), "r"(a.r[2 * s + 1]), "r"(b.r[2 * s]), "r"(b.r[2 * s + 1]));
+      mma_884_rows(t.e, a.r[2 * s], a.r[2 * s + 1], b.r[2 * s], b.r[2 * s + 1]);
   }
 
  private:
   template <class Operand>
-  static __device__ Operand load(const __half* m) {
+  static __device__ Operand load(const half_bits* m) {
     const uint4 low = *reinterpret_cast<const uint4*>(m);
     const uint4 high = *reinterpret_cast<const uint4*>(m + 8);
     return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
@@ -121,59 +138,38 @@ struct Mma {
   static __device__ int pair(int lane) { return lane & 3; }
   static __device__ int row(int lane, int i) { return (lane >> 2) + 8 * i; }
 
-  static __device__ A load_a(const __half* m, int pitch, int lane) {
+  static __device__ A load_a(const half_bits* m, int pitch, int lane) {
     A a;
-    matrices(a.r, m + (lane & 15) * pitch + 8 * (lane >> 4));
+    load_matrices(a.r, m + (lane & 15) * pitch + 8 * (lane >> 4));
     return a;
   }
-  static __device__ B load_b(const __half* m, int pitch, int lane) {
+  static __device__ B load_b(const half_bits* m, int pitch, int lane) {
     B b;
-    matrices(b.r, m + ((lane & 7) + 8 * (lane >> 4)) * pitch + 8 * (lane >> 3 & 1));
+    load_matrices(b.r, m + ((lane & 7) + 8 * (lane >> 4)) * pitch + 8 * (lane >> 3 & 1));
     return b;
   }
-  static __device__ B load_b_rows(const __half* m, int pitch, int lane) {
+  static __device__ B load_b_rows(const half_bits* m, int pitch, int lane) {
     B b;
-    const unsigned at =
-        static_cast<unsigned>(__cvta_generic_to_shared(m + (lane & 15) * pitch + 8 * (lane >> 4)));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(b.r[0]), "=r"(b.r[1]), "=r"(b.r[2]), "=r"(b.r[3])
-                 : "r"(at)
-                 : "memory");
+    load_matrices_turned(b.r, m + (lane & 15) * pitch + 8 * (lane >> 4));
     return b;
   }
-  static __device__ A from_tile(const Tile& p, int) {
-    return {{pack(p.e[0], p.e[1]), pack(p.e[2], p.e[3]), pack(p.e[4], p.e[5]),
-             pack(p.e[6], p.e[7])}};
+  static __device__ A from_square(const Square& p, int) {
+    return {{half_pair(p.e[0], p.e[1]), half_pair(p.e[2], p.e[3]), half_pair(p.e[4], p.e[5]),
+             half_pair(p.e[6], p.e[7])}};
   }
-  static __device__ void product(Tile& t, const A& a, const B& b) {
-    eight_columns(t.e, a, b.r);
-    eight_columns(t.e + 4, a, b.r + 2);
-  }
-  static __device__ void product_by_rows(Tile& t, const A& a, const B& b) { product(t, a, b); }
-
- private:
-  static __device__ void matrices(unsigned* r, const __half* m) {
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(m));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at)
-                 : "memory");
-  }
-  static __device__ void eight_columns(float* c, const A& a, const unsigned* b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  static __device__ void product(Square& t, const A& a, const B& b) {
 #pragma unroll
-    for (int s = 0; s < 2; ++s)
-      asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-          "{%0,%1,%2,%3};"
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(a.r[2 * s]), "r"(a.r[2 * s + 1]), "r"(b[s]));
+    for (int h = 0; h < 2; ++h) {
+      float(&c)[4] = *reinterpret_cast<float(*)[4]>(t.e + 4 * h);
+#if VP_ARCH < 800
+      mma_1688(c, a.r[0], a.r[1], b.r[2 * h]);
+      mma_1688(c, a.r[2], a.r[3], b.r[2 * h + 1]);
 #else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b[0]), "r"(b[1]));
+      mma_16816(c, a.r[0], a.r[1], a.r[2], a.r[3], b.r[2 * h], b.r[2 * h + 1]);
 #endif
+    }
   }
+  static __device__ void product_by_rows(Square& t, const A& a, const B& b) { product(t, a, b); }
 };
 
 #endif

@@ -47,7 +47,8 @@ using namespace voltapile;
 // a KV head; tile_rows: rows of a prefill block; chunk: most tokens of an item
 extern "C" __global__ void __launch_bounds__(32)
 attention_plan(const int* slots, const int* positions, int* plan, int* tiles, int tokens,
-               int shortest, int group, int tile_rows, int chunk, int limit, int window, int most) {
+               int shortest, int group, int tile_rows, int chunk, int limit, int window, int most,
+               int most_items, int most_tiles) {
   Lists lists{plan, tiles};
   int begin = 0;
   for (int base = 0; base < tokens; base += 32) {
@@ -64,5 +65,7 @@ attention_plan(const int* slots, const int* positions, int* plan, int* tiles, in
   }
   deal(lists, positions, begin, tokens - begin, shortest, group, tile_rows, chunk, limit, window,
        most);
+  // More than the other launches were made for: a slot has two runs.
+  if (lists.items > most_items || lists.num_tiles > most_tiles) __trap();
   if (threadIdx.x == 0) plan[0] = lists.items, plan[1] = lists.num_tiles;
 }

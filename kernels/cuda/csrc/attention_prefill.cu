@@ -16,11 +16,16 @@ constexpr int ROW_TILES = 1, WARPS = 4;
 constexpr int THREADS = 32 * WARPS, ROWS = 16 * ROW_TILES * WARPS;
 constexpr int COLUMNS = DIM / 16, GROUPS = TILE / 16;
 constexpr int STAGES = IS_ASYNC ? 2 : 1;
+constexpr bool PREFETCHES = DIM <= 128 && KIND != ANY;  // there are registers for it
+
+#ifndef VP_EMULATION
+extern __shared__ __align__(16) unsigned char shared[];
+#endif
 
 struct Shared {
-  __half q[ROWS * PITCH];
-  __half keys[STAGES][TILE * PITCH];                 // without cp.async the values follow there
-  __half values[IS_ASYNC ? 2 : 1][IS_ASYNC ? TILE * PITCH : 8];
+  half_bits q[ROWS * PITCH];
+  half_bits keys[STAGES][TILE * PITCH];                 // without cp.async the values follow there
+  half_bits values[IS_ASYNC ? 2 : 1][IS_ASYNC ? TILE * PITCH : 8];
   float factor[ROWS];
   int low[ROWS], high[ROWS], out[ROWS];  // out: token * H + head, -1: none
 };
@@ -47,13 +52,13 @@ __device__ __forceinline__ void stage_rows(Shared& sh, const float* q, const int
 #pragma unroll 4
   for (int i = 0; i < ROWS / WARPS; ++i) {
     const int m = warp + i * WARPS, r = first + m;
-    __half* to = sh.q + m * PITCH;
+    half_bits* to = sh.q + m * PITCH;
     if (m < rows) {
       const long long at = static_cast<long long>(begin + r / members) * num_heads + own[r % members];
       const float power = stage_query<DIM>(q + at * dim, dim, to, lane);
       if (lane == 0) sh.factor[m] = power * scale;
     } else {
-      for (int j = lane; j < DIM; j += 32) to[j] = __ushort_as_half(0);
+      for (int j = lane; j < DIM; j += 32) to[j] = 0;
       if (lane == 0) sh.factor[m] = 0.0f;
     }
   }
@@ -76,7 +81,7 @@ __device__ __forceinline__ Bounds bounds_of(const Shared& sh, int rows) {
 }
 
 // Scores of a warp's rows become probabilities.
-__device__ __forceinline__ void soften(const Shared& sh, Tile (&s)[GROUPS][ROW_TILES],
+__device__ __forceinline__ void soften(const Shared& sh, Square (&s)[GROUPS][ROW_TILES],
                                        Running (&running)[ROW_TILES][2],
                                        float (&alpha)[ROW_TILES][2], float (&sum)[ROW_TILES][2],
                                        int p, bool is_full, float cap, int warp, int lane) {
@@ -100,17 +105,17 @@ __device__ __forceinline__ void soften(const Shared& sh, Tile (&s)[GROUPS][ROW_T
     }
 }
 
-__device__ __forceinline__ void add_values(const Tile (&s)[GROUPS][ROW_TILES], const __half* values,
-                                           Tile (&out)[ROW_TILES][COLUMNS],
+__device__ __forceinline__ void add_values(const Square (&s)[GROUPS][ROW_TILES], const half_bits* values,
+                                           Square (&out)[ROW_TILES][COLUMNS],
                                            const float (&alpha)[ROW_TILES][2], int lane) {
   Mma::A p[GROUPS][ROW_TILES];
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
-    for (int t = 0; t < ROW_TILES; ++t) p[g][t] = Mma::from_tile(s[g][t], lane);
+    for (int t = 0; t < ROW_TILES; ++t) p[g][t] = Mma::from_square(s[g][t], lane);
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) {
-    Tile sum[ROW_TILES];
+    Square sum[ROW_TILES];
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t)
 #pragma unroll
@@ -131,7 +136,7 @@ __device__ __forceinline__ void add_values(const Tile (&s)[GROUPS][ROW_TILES], c
   }
 }
 
-__device__ __forceinline__ void write_rows(const Shared& sh, const Tile (&out)[ROW_TILES][COLUMNS],
+__device__ __forceinline__ void write_rows(const Shared& sh, const Square (&out)[ROW_TILES][COLUMNS],
                                            const float (&sum)[ROW_TILES][2], float* y, int dim,
                                            int warp, int lane) {
 #pragma unroll
@@ -147,8 +152,8 @@ __device__ __forceinline__ void write_rows(const Shared& sh, const Tile (&out)[R
         for (int h = 0; h < 2; ++h) {
           const int at = 16 * c + 8 * h + 2 * Mma::pair(lane);
           if (at < dim)
-            *reinterpret_cast<float2*>(y + static_cast<long long>(to) * dim + at) = make_float2(
-                out[t][c].e[4 * h + 2 * i] * norm, out[t][c].e[4 * h + 2 * i + 1] * norm);
+            *reinterpret_cast<float2*>(y + static_cast<long long>(to) * dim + at) = float2{
+                out[t][c].e[4 * h + 2 * i] * norm, out[t][c].e[4 * h + 2 * i + 1] * norm};
         }
     }
 }
@@ -164,8 +169,7 @@ attention_prefill(const float* q, const unsigned char* key_base, const unsigned 
                   const int* plan, const int* tiles, float* y, int kv_heads, int num_heads,
                   int key_dim, int value_dim, int key_kind, int value_kind, int width, int pages,
                   float scale, float cap, int window) {
-  extern __shared__ __align__(16) unsigned char memory[];
-  Shared& sh = *reinterpret_cast<Shared*>(memory);
+  Shared& sh = *reinterpret_cast<Shared*>(shared);
   const int number = plan[1] - 1 - blockIdx.x;  // a prompt's last rows take longest: first
   if (number < 0) return;
   const int* tile = tiles + 3 * number;
@@ -183,16 +187,16 @@ attention_prefill(const float* q, const unsigned char* key_base, const unsigned 
   const Pages where{table + static_cast<long long>(slots[begin]) * width, pages, kv_heads, kv_head,
                     width};
   const int start = seen.low / TILE * TILE;
-  long long page = where.at(start);
+  int page = where.at(start);
   Fetch<THREADS> fetch;
   if (IS_ASYNC) {
     fetch_async<THREADS>(keys, page, start, seen.low, seen.high, sh.keys[0]);
     fetch_async<THREADS>(values, page, start, seen.low, seen.high, sh.values[0]);
-    commit_async();
-  } else {
+    commit_copies();
+  } else if (PREFETCHES) {
     fetch.read(keys, page, start, seen.low, seen.high);
   }
-  Tile out[ROW_TILES][COLUMNS];
+  Square out[ROW_TILES][COLUMNS];
   Running running[ROW_TILES][2];
   float sum[ROW_TILES][2] = {}, alpha[ROW_TILES][2];
 #pragma unroll
@@ -204,32 +208,31 @@ attention_prefill(const float* q, const unsigned char* key_base, const unsigned 
   for (int p = start; p < seen.high; p += TILE) {
     const int next = p + TILE;
     const bool goes_on = next < seen.high;
-    const long long next_page = goes_on ? where.at(next) : page;
+    const int next_page = goes_on ? where.at(next) : page;
     if (IS_ASYNC) {
-      wait_async<0>();
+      wait_for_copies<0>();
       __syncthreads();
       if (goes_on) {
         fetch_async<THREADS>(keys, next_page, next, seen.low, seen.high, sh.keys[stage ^ 1]);
         fetch_async<THREADS>(values, next_page, next, seen.low, seen.high, sh.values[stage ^ 1]);
-        commit_async();
+        commit_copies();
       }
     } else {
+      if (!PREFETCHES) fetch.read(keys, page, p, seen.low, seen.high);
       fetch.put(keys, sh.keys[0]);
       __syncthreads();
-      fetch.read(values, page, p, seen.low, seen.high);
+      if (PREFETCHES) fetch.read(values, page, p, seen.low, seen.high);
     }
-    Tile s[GROUPS][ROW_TILES];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-      scores(s[g], sh.q + 16 * warp * ROW_TILES * PITCH, 16, sh.keys[stage] + 16 * g * PITCH,
-             ROW_TILES, lane);
+    Square s[GROUPS][ROW_TILES];
+    scores(s, sh.q + 16 * warp * ROW_TILES * PITCH, 16, sh.keys[stage], ROW_TILES, lane);
     soften(sh, s, running, alpha, sum, p, p >= seen.first_full && next <= seen.last_full, cap, warp,
            lane);
     if (!IS_ASYNC) {
       __syncthreads();
+      if (!PREFETCHES) fetch.read(values, page, p, seen.low, seen.high);
       fetch.put(values, sh.keys[0]);
       __syncthreads();
-      if (goes_on) fetch.read(keys, next_page, next, seen.low, seen.high);
+      if (PREFETCHES && goes_on) fetch.read(keys, next_page, next, seen.low, seen.high);
     }
     add_values(s, IS_ASYNC ? sh.values[stage] : sh.keys[0], out, alpha, lane);
     if (IS_ASYNC) stage ^= 1;

@@ -6,11 +6,20 @@
 // than `most` of them. This, and products whose rows do not know each other, is why a row has the
 // same bits alone and among others.
 #pragma once
-#include <cuda_fp16.h>
+#include "half.cuh"
 
 namespace voltapile {
 
+using half_bits = std::uint16_t;
+
+#ifndef VP_EMULATION
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
 
 struct Span {
   int low, high;  // sees positions low <= p < high
@@ -29,23 +38,22 @@ __device__ __forceinline__ Span span_of(int position, int limit, int window, int
   return s;
 }
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+// Right to about 1e-7 of 1, which a soft cap multiplies by some tens.
+__device__ __forceinline__ float tanh_fast(float x) {
+  return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(2.885390082f * x));
 }
 
 // The fp16 form of a query: times a power of two that brings its largest value to [128, 256).
 // Returns the power that undoes it. A warp calls; x: `dim` floats, to: DIM halves.
 template <int DIM>
-__device__ __forceinline__ float stage_query(const float* x, int dim, __half* to, int lane) {
+__device__ __forceinline__ float stage_query(const float* x, int dim, half_bits* to, int lane) {
   constexpr int EACH = (DIM + 127) / 128;
   float4 v[EACH];
   unsigned most = 0;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int at = 128 * i + 4 * lane;
-    v[i] = at < dim ? *reinterpret_cast<const float4*>(x + at) : make_float4(0, 0, 0, 0);
+    v[i] = at < dim ? *reinterpret_cast<const float4*>(x + at) : float4{0, 0, 0, 0};
     most = max(max(most, __float_as_uint(v[i].x) << 1), __float_as_uint(v[i].y) << 1);
     most = max(max(most, __float_as_uint(v[i].z) << 1), __float_as_uint(v[i].w) << 1);
   }
@@ -53,17 +61,17 @@ __device__ __forceinline__ float stage_query(const float* x, int dim, __half* to
     most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
   int exponent = static_cast<int>(most >> 24) - 127;
   if (exponent == 128 || exponent < -100) exponent = 7;  // not finite, or as good as zero
-  const float up = __int_as_float((127 + 7 - exponent) << 23);
+  const float up = __uint_as_float((127u + 7 - exponent) << 23);
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int at = 128 * i + 4 * lane;
     if (at < DIM) {
-      __half2* h = reinterpret_cast<__half2*>(to + at);
-      h[0] = __floats2half2_rn(v[i].x * up, v[i].y * up);
-      h[1] = __floats2half2_rn(v[i].z * up, v[i].w * up);
+      uint2 h;
+      h.x = half_pair(v[i].x * up, v[i].y * up), h.y = half_pair(v[i].z * up, v[i].w * up);
+      *reinterpret_cast<uint2*>(to + at) = h;
     }
   }
-  return __int_as_float((127 - 7 + exponent) << 23);
+  return __uint_as_float((127u - 7 + exponent) << 23);
 }
 
 }  // namespace voltapile

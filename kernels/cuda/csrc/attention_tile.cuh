@@ -9,18 +9,14 @@ namespace voltapile {
 
 constexpr int DIM = HEAD_DIM, TILE = DIM > 128 ? 32 : 64, PITCH = DIM + PAD;
 constexpr int ANY = 3;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-constexpr bool IS_ASYNC = KIND == F16, TRUNCATES = false;
-#else
-constexpr bool IS_ASYNC = false, TRUNCATES = true;  // Turing only for the sake of simplicity
-#endif
+constexpr bool IS_ASYNC = VP_ARCH >= 800 && KIND == F16, TRUNCATES = VP_ARCH < 750;
 constexpr int CHAIN = TRUNCATES ? 64 : DIM;  // products that are summed in one accumulator
 
 // One of the two caches of a layer.
 struct Cache {
   const unsigned char* base;
   int kind, dim;
-  __device__ const unsigned char* head(long long at) const {
+  __device__ const unsigned char* head(int at) const {
     return base + at * head_bytes(KIND == ANY ? kind : KIND, KIND == ANY ? dim : DIM);
   }
 };
@@ -30,9 +26,9 @@ struct Pages {
   const int* table;
   int pages, kv_heads, kv_head, width;
   // the head's place in the page that position p lies in, counted in heads
-  __device__ long long at(int p) const {
+  __device__ int at(int p) const {
     const int id = table[min(p / PAGE, width - 1)];
-    return static_cast<long long>(id >= 0 && id < pages ? id : 0) * kv_heads + kv_head;
+    return (id >= 0 && id < pages ? id : 0) * kv_heads + kv_head;
   }
 };
 
@@ -42,7 +38,7 @@ struct Fetch {
   Reader<TILE, DIM, THREADS, (TILE * DIM / LEAST + THREADS - 1) / THREADS> reader;
 
   // low, high: the positions that anybody sees
-  __device__ void read(const Cache& c, long long at, int p, int low, int high) {
+  __device__ void read(const Cache& c, int at, int p, int low, int high) {
     const unsigned char* head = c.head(at);
     const int kind = KIND == ANY ? c.kind : KIND, row = p % PAGE;
     const int dim = KIND == ANY ? c.dim : DIM;
@@ -50,7 +46,7 @@ struct Fetch {
     if (kind == Q8_0) reader.template read<Q8_0>(head, row, low - p, high - p, dim);
     if (kind == Q4_0) reader.template read<Q4_0>(head, row, low - p, high - p, dim);
   }
-  __device__ void put(const Cache& c, __half* tile) const {
+  __device__ void put(const Cache& c, half_bits* tile) const {
     const int kind = KIND == ANY ? c.kind : KIND;
     if (kind == F16) reader.template put<F16>(tile, PITCH);
     if (kind == Q8_0) reader.template put<Q8_0>(tile, PITCH);
@@ -59,40 +55,49 @@ struct Fetch {
 };
 
 template <int THREADS>
-__device__ __forceinline__ void fetch_async(const Cache& c, long long at, int p, int low, int high,
-                                            __half* tile) {
-  copy_async<TILE, DIM, THREADS>(tile, PITCH, c.head(at), p % PAGE, low - p, high - p);
+__device__ __forceinline__ void fetch_async(const Cache& c, int at, int p, int low, int high,
+                                            half_bits* tile) {
+  fetch_halves<TILE, DIM, THREADS>(tile, PITCH, c.head(at), p % PAGE, low - p, high - p);
 }
 
-// s[i] = queries (16 rows from row i * apart on) times 16 keys, in short chains; for i < used.
-template <int COUNT>
-__device__ __forceinline__ void scores(Tile (&s)[COUNT], const __half* q, int apart,
-                                       const __half* keys, int used, int lane) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) s[i].clear();
+// s[g][i] = 16 queries from row i * apart on times 16 keys from row 16 g on, for i < used.
+template <int GROUPS, int COUNT>
+__device__ __forceinline__ void scores(Square (&s)[GROUPS][COUNT], const half_bits* q, int apart,
+                                       const half_bits* keys, int used, int lane) {
 #pragma unroll
   for (int start = 0; start < DIM; start += CHAIN) {
-    Tile part[COUNT];
+    Square part[GROUPS][COUNT];
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) part[i].clear();
+    for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) part[g][i].clear();
 #pragma unroll
     for (int k = start; k < min(DIM, start + CHAIN); k += 16) {
-      const Mma::B b = Mma::load_b(keys + k, PITCH, lane);
+      Mma::A a[COUNT];
 #pragma unroll
       for (int i = 0; i < COUNT; ++i)
-        if (i < used)
-          Mma::product(part[i], Mma::load_a(q + i * apart * PITCH + k, PITCH, lane), b);
+        if (i < used) a[i] = Mma::load_a(q + i * apart * PITCH + k, PITCH, lane);
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        const Mma::B b = Mma::load_b(keys + 16 * g * PITCH + k, PITCH, lane);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+          if (i < used) Mma::product(part[g][i], a[i], b);
+      }
     }
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i)
+    for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
-      for (int e = 0; e < 8; ++e) s[i].e[e] += part[i].e[e];
+      for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          s[g][i].e[e] = start == 0 ? part[g][i].e[e] : s[g][i].e[e] + part[g][i].e[e];
   }
 }
 
 // Scale, soft cap and mask of one row's four columns in a tile of 16 positions from p on.
 // factor: to the exponent of 2, or (with a cap) to what tanh takes; cap: times log2(e).
-__device__ __forceinline__ void finish_scores(Tile& s, int i, int p, int low, int high,
+__device__ __forceinline__ void finish_scores(Square& s, int i, int p, int low, int high,
                                               float factor, float cap, int lane) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
@@ -100,17 +105,17 @@ __device__ __forceinline__ void finish_scores(Tile& s, int i, int p, int low, in
     for (int j = 0; j < 2; ++j) {
       const int e = 4 * h + 2 * i + j, at = p + 8 * h + 2 * Mma::pair(lane) + j;
       float x = __fmul_rn(s.e[e], factor);  // nothing is contracted: all kernels alike
-      if (cap != 0.0f) x = __fmul_rn(cap, tanhf(x));
+      if (cap != 0.0f) x = __fmul_rn(cap, tanh_fast(x));
       s.e[e] = at >= low && at < high ? x : -infinity();
     }
 }
 
-__device__ __forceinline__ float largest(const Tile& s, int i) {
+__device__ __forceinline__ float largest(const Square& s, int i) {
   return fmaxf(fmaxf(s.e[2 * i], s.e[2 * i + 1]), fmaxf(s.e[4 + 2 * i], s.e[4 + 2 * i + 1]));
 }
 
 // s becomes 2^(s - m) for one row; returns the sum of this lane's.
-__device__ __forceinline__ float exponentials(Tile& s, int i, float m) {
+__device__ __forceinline__ float exponentials(Square& s, int i, float m) {
   float sum = 0.0f;
 #pragma unroll
   for (int h = 0; h < 2; ++h)
