@@ -72,6 +72,7 @@ class EngineStats:
     requests: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, not computed again
     preemptions: int = 0
     steps: int = 0
     restarts: int = 0
@@ -88,6 +89,7 @@ class Engine:
 
     supervisor None: the workers are started by someone else. heartbeat_age tells how long ago
     the quietest rank wrote its timestamp (Board); more than heartbeat_seconds is a dead rank.
+    max_gap: seconds between two tokens of a stream while prompts are computed.
     """
 
     def __init__(
@@ -95,15 +97,16 @@ class Engine:
         plan: Plan,
         supervisor: Supervisor | None = None,
         heartbeat_age: HeartbeatAge = lambda: None,
-        heartbeat_seconds: float = 5.0,
+        heartbeat_seconds: float = 4.0,
         restarts: Restarts | None = None,
+        max_gap: float = 0.25,
     ) -> None:
         self.plan = plan
         self._supervisor = supervisor
         self._heartbeat_age = heartbeat_age
         self._heartbeat_seconds = heartbeat_seconds
         self._restarts = restarts or Restarts()
-        self._scheduler = Scheduler(plan)
+        self._scheduler = Scheduler(plan, max_gap)
         self._streams: dict[int, Stream] = {}
         self._names = [f"text-{rank.rank}" for rank in plan.ranks]
         self._answers = f"text-{plan.answer_rank}"
@@ -114,6 +117,7 @@ class Engine:
         self._alive_at = time.monotonic()  # when workers were started or ready
         self._has_answered = False  # a Result came since the workers were ready
         self._was_ready = False
+        self._is_explained = False  # the last loss was one request's fault, and it has ended
         self._failure = ""  # what the workers said before they ended
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -143,12 +147,14 @@ class Engine:
 
     # --- what the HTTP layer calls --------------------------------------------------------
 
-    def submit(self, prompt: list[int], sampling: Sampling, want: Want | None = None) -> Stream:
+    def submit(
+        self, prompt: list[int], sampling: Sampling, want: Want | None = None, client: str = ""
+    ) -> Stream:
         """Start a generation. Raises Refused or EngineUnavailable. sampling.max_position is
-        len(prompt) + max_tokens; it is cut to the context."""
+        len(prompt) + max_tokens; it is cut to the context. client: who asks; they take turns."""
         if self._health.status != "ok":
             raise EngineUnavailable(self._unavailable())
-        request = self._scheduler.add(prompt, sampling, want)
+        request = self._scheduler.add(prompt, sampling, want, client)
         stream = self._streams[request.id] = Stream(request, self._cancel)
         self._stats.requests += 1
         self._stats.prompt_tokens += len(prompt)
@@ -163,6 +169,7 @@ class Engine:
     def stats(self) -> EngineStats:
         return replace(
             self._stats,
+            cached_tokens=self._scheduler.cached_tokens,
             preemptions=self._scheduler.preemptions,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -292,7 +299,10 @@ class Engine:
     def _reset(self, reason: str) -> None:
         log.warning("worker lost: %s", reason)
         self._stats.restarts += 1
-        self._scheduler.reset()
+        for request in self._scheduler.reset():
+            log.error("request %d ends: it was running at each crash", request.id)
+            self._end(request, Chunk(finish="error", error=f"{reason} (twice in this request)"))
+            self._is_explained = True
         self._ready.clear()
         self._health = Health("loading", "restarting", 0.0, reason)
 
@@ -321,6 +331,7 @@ class Engine:
         """Start the workers, and start them again when they end."""
         while self._health.status != "failed":
             self._failure, self._alive_at = "", time.monotonic()
+            self._is_explained = False
             try:
                 await supervisor.start()
                 reason = await supervisor.wait()
@@ -329,7 +340,8 @@ class Engine:
                 reason = f"cannot start the worker: {error}"
             if not self._failure:  # nobody has noticed yet
                 self._lose(reason)
-            pause = self._restarts.next_pause(time.monotonic())
+            now = time.monotonic()
+            pause = self._restarts.pause if self._is_explained else self._restarts.next_pause(now)
             if pause is not None:
                 await asyncio.sleep(pause)
             elif self._health.status != "failed":

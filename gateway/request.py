@@ -32,7 +32,7 @@ class Chunk:
     """Some more tokens of a stream.
 
     finish: "" (more will come) | "stop" (a stop id, which is the last of tokens) | "length" |
-    "error" (error says what) | "cancelled". logprobs: as in protocol.Sampled, one entry a token,
+    "error" (error says what) | "cancelled". logprobs, prompt_logprobs: as in protocol.Sampled,
     where they were wanted.
     """
 
@@ -40,31 +40,47 @@ class Chunk:
     finish: str = ""
     error: str = ""
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def extend(self, later: Chunk) -> None:
         """Take in what came after this chunk."""
         self.tokens += later.tokens
         self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
         self.finish, self.error = later.finish, later.error
 
 
 @dataclass(eq=False)
 class Request:
-    """One generation. The scheduler owns all fields below `want`."""
+    """One generation. The scheduler owns all fields below `salt`.
+
+    client: who asked; clients take turns. salt: what the tokens do not tell of what they stand for.
+    """
 
     id: int
     prompt: list[int]
     sampling: Sampling  # max_position is absolute and at most the context
     want: Want | None = None
+    client: str = ""
+    salt: bytes = b""
     known: list[int] = field(default_factory=list)  # prompt + tokens that came back
     cached: int = 0  # prompt tokens that did not need computing, as another request had
     computed: int = 0  # positions that Steps sent so far compute
     ahead: int = 0  # sampling rows in flight
     state: State = State.WAITING
     slot: int = -1
-    pages: list[list[int]] = field(default_factory=list)  # for each cache group, in order
     is_new: bool = True  # its slot has not been told the sampling parameters yet
     is_prefilling: bool = True  # its slot has not sampled yet, so its rows carry tokens
+    crashes: int = 0  # losses of the worker that it may have caused
+    crashed_at: int = 0  # with more known tokens than that it has not
+    is_retried: bool = False  # it failed on shared pages, and is computed anew without them
+    # Kept by PageTables:
+    pages: list[list[int]] = field(default_factory=list)  # for each cache group, by position
+    hidden: list[int] = field(default_factory=list)  # how many first pages were given back
+    room: int = 0  # positions that all tables cover
+    shared: int = 0  # tokens whose pages another request has computed
+    keys: list[bytes] = field(default_factory=list)  # of the whole blocks of known
+    remembered: int = 0  # blocks that the prefix cache has been offered
 
     def __post_init__(self) -> None:
         self.known = list(self.prompt)
@@ -77,3 +93,27 @@ class Request:
     @property
     def generated(self) -> list[int]:
         return self.known[len(self.prompt) :]
+
+    @property
+    def chunk_limit(self) -> int:
+        """How far a chunk of known tokens may go.
+
+        The end of the prompt is an end also when generated tokens follow it (after a preemption),
+        so that the prompt is always cut in the same places.
+        """
+        prompt = len(self.prompt)
+        return prompt if self.computed < prompt else len(self.known)
+
+    @property
+    def can_share(self) -> bool:
+        """Pages that were computed for others may be used: nothing else is wanted of them."""
+        want = self.want
+        wants_all = want is not None and (want.prompt_logprobs >= 0 or want.hidden)
+        return not wants_all and not self.is_retried
+
+    @property
+    def needs_history(self) -> bool:
+        """The device must know the tokens of a reused prefix."""
+        sampling = self.sampling
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty)
+        return sampling.repetition_penalty != 1.0 or penalties != (0.0, 0.0)

@@ -12,13 +12,18 @@ before it can have a slot again, so no token is drawn twice.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 import numpy as np
-from voltapile.gateway.pages import PagePool
+from voltapile.gateway.budget import Budget
+from voltapile.gateway.costs import Load
+from voltapile.gateway.queues import Queues
 from voltapile.gateway.request import Chunk, Refused, Request, State
+from voltapile.gateway.tables import PageTables
 from voltapile.topology.plan import Plan
 from voltapile.workers.protocol import (
     CONTINUE,
@@ -33,6 +38,8 @@ from voltapile.workers.protocol import (
 )
 
 ALIGNMENT = 64  # prefill chunks end at absolute multiples of it, so that bits do not vary
+LOOK_AHEAD = 8  # requests of a client that may pass one that waits for its prefix
+MOST_CRASHES = 2  # of the worker that are put down to a request before it ends
 
 
 @dataclass
@@ -40,24 +47,32 @@ class Flight:
     """A Step that has left and has no Result yet."""
 
     step: int
-    sampling: dict[int, Request]  # by slot: the rows that will answer
+    load: Load
+    # By slot: the rows that will answer. None: the answer is of no use.
+    sampling: dict[int, Request | None] = field(default_factory=dict)
 
 
 class Scheduler:
-    """add and cancel requests; schedule() -> Step; apply(Result) -> chunks."""
+    """add and cancel requests; schedule() -> Step; apply(Result) -> chunks.
 
-    def __init__(self, plan: Plan) -> None:
+    max_gap: seconds that may lie between two tokens of a stream while prompts are computed.
+    """
+
+    def __init__(self, plan: Plan, max_gap: float = 0.25, alignment: int = ALIGNMENT) -> None:
         self.context = plan.context
-        self.budget = plan.batch_tokens
-        self.alignment = min(ALIGNMENT, plan.batch_tokens)
+        self.alignment = min(alignment, plan.batch_tokens)
         self.steps_in_flight = max(1, plan.steps_in_flight)
         # Decode rows must leave room for a whole chunk, or a prompt could wait for ever.
         slots = max(1, min(plan.slots, plan.batch_tokens - self.alignment))
-        self.pools = [PagePool(cache.pages, cache.page_tokens) for cache in plan.caches]
-        self.waiting: deque[Request] = deque()  # by arrival, and all later than any in running
+        self.tables = PageTables(plan, self.alignment)
+        self.pools = self.tables.pools
+        self.budget = Budget(plan.batch_tokens, self.alignment, max_gap)
+        self.waiting = Queues()
         self.running: list[Request] = []  # by arrival
         self.in_flight: deque[Flight] = deque()
         self.preemptions = 0
+        self.cached_tokens = 0  # of all prompts
+        self._stuck: Request | None = None  # nobody later gets a slot before this one has pages
         self._slots = list(range(slots - 1, -1, -1))
         self._releases: list[int] = []  # slots that the next Step sets free at the workers
         self._next_request = 0
@@ -66,7 +81,14 @@ class Scheduler:
 
     # --- requests -------------------------------------------------------------------------
 
-    def add(self, prompt: list[int], sampling: Sampling, want: Want | None = None) -> Request:
+    def add(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        want: Want | None = None,
+        client: str = "",
+        salt: bytes = b"",
+    ) -> Request:
         """Queue a generation. Raises Refused if it can never run."""
         last = min(sampling.max_position, self.context)
         if not prompt:
@@ -81,17 +103,17 @@ class Scheduler:
             raise Refused("at least one token must be asked for", param="max_tokens")
         if len(sampling.stop_ids) > MAX_STOP_IDS:
             raise Refused(f"more than {MAX_STOP_IDS} stop tokens", param="stop")
-        if any(pool.count(last - 1) > pool.total for pool in self.pools):
+        if not self.tables.can_hold(last - 1):
             raise Refused(
                 f"{last} positions do not fit into the whole page pool; ask for fewer tokens",
                 "context_length_exceeded",
                 "max_tokens",
             )
         sampling = msgspec.structs.replace(sampling, max_position=last, prompt_tokens=len(prompt))
-        request = Request(self._next_request, prompt, sampling, want)
+        request = Request(self._next_request, prompt, sampling, want, client, salt)
         self._next_request += 1
         self._by_id[request.id] = request
-        self.waiting.append(request)
+        self.waiting.add(request)
         return request
 
     def cancel(self, id: int) -> Request | None:
@@ -101,26 +123,32 @@ class Scheduler:
             self._finish(request)
         return request
 
-    def reset(self) -> None:
+    def reset(self) -> list[Request]:
         """The workers were lost: nothing is in flight, held or computed.
 
         The next Step still releases the slots, in case that it is the same worker after all.
+        Returns requests that end here, since they alone were there each time.
         """
+        culprits = self._suspects() if self.in_flight else []
+        self.in_flight.clear()
         for request in reversed(self.running):
             self._leave_slot(request, State.WAITING)
-            self.waiting.appendleft(request)
+            self.waiting.put_back(request)
+        self.running.clear()
         for request in self.waiting:  # a preempted one may wait for tokens that never come
             request.ahead = 0
-        self.running.clear()
-        self.in_flight.clear()
+        self.tables.prefixes.clear()
+        for request in culprits:
+            self._finish(request)
+        return culprits
 
     def clear(self) -> list[Request]:
         """Forget everything; returns the requests that had not ended."""
-        self.reset()
-        ended = list(self.waiting)
-        for request in ended:
+        ended = self.reset()
+        left = sorted(self.waiting, key=lambda request: request.id)
+        for request in left:
             self._finish(request)
-        return ended
+        return ended + left
 
     # --- steps ----------------------------------------------------------------------------
 
@@ -128,31 +156,29 @@ class Scheduler:
         """The next Step, or None if enough are in flight or nothing can be computed now."""
         if len(self.in_flight) >= self.steps_in_flight:
             return None
-        rows: list[Row] = []
-        sampling: dict[int, Request] = {}
-        budget = self.budget
-
-        def take(request: Request, row: Row) -> None:
-            nonlocal budget
-            rows.append(row)
-            budget -= max(1, len(row.tokens))
-            if row.sample:
-                sampling[request.slot] = request
-
+        flight = Flight(self._next_step, Load())
+        rows = []
         for request in self.running[:]:
-            if self._can_continue(request) and self._make_room(request):
-                take(request, self._continue(request))
-        for request in self.running:
-            if (end := self._chunk_end(request, budget)) > request.computed:
-                take(request, self._prefill(request, end))
-        while (admitted := self._admit(budget)) is not None:
-            take(admitted, self._prefill(admitted, self._chunk_end(admitted, budget)))
+            if self._can_continue(request) and (row := self._continue(request)) is not None:
+                rows.append(row)
+                flight.sampling[row.slot] = request
+        flight.load.decodes = len(rows)
+        ends = self.budget.share_out(self.running, self.waiting.clients, len(rows), self._admit)
+        for request, end in ends.items():
+            flight.load.add(request.computed, end)
+            if (row := self._prefill(request, end)) is not None:
+                rows.append(row)
+                if row.sample:
+                    flight.sampling[row.slot] = request
         if not rows:
             return None
-        step = Step(id=self._next_step, rows=rows, release=self._releases)
+        for request in ends:  # later Steps may share what this one computes
+            if request.state is State.RUNNING:
+                self.tables.remember(request, request.computed)
+        step = Step(id=flight.step, rows=rows, release=self._releases)
         self._next_step += 1
         self._releases = []
-        self.in_flight.append(Flight(step.id, sampling))
+        self.in_flight.append(flight)
         return step
 
     def apply(self, result: Result) -> list[tuple[Request, Chunk]]:
@@ -166,118 +192,161 @@ class Scheduler:
                 f"result {result.id} for slots {sorted(answers)}, but step {flight.step} "
                 f"samples in slots {sorted(flight.sampling)}"
             )
-        live = {s: q for s, q in flight.sampling.items() if q.state is not State.FINISHED}
-        for slot in live:  # all of it is looked at before any of it counts
-            if not answers[slot].tokens and not answers[slot].finish:
-                raise ProtocolError(f"no token for slot {slot}, which had not finished")
-        return [(request, self._receive(request, answers[slot])) for slot, request in live.items()]
+        live = [
+            (request, answers[slot])
+            for slot, request in flight.sampling.items()
+            if request is not None and request.state is not State.FINISHED
+        ]
+        for _, row in live:  # all of it is looked at before any of it counts
+            if not row.tokens and not row.finish:
+                raise ProtocolError(f"no token for slot {row.slot}, which had not finished")
+        self.budget.costs.observe(flight.load, result.seconds)
+        chunks = [(request, self._receive(request, row)) for request, row in live]
+        return [(request, chunk) for request, chunk in chunks if chunk is not None]
 
     # --- one request ----------------------------------------------------------------------
 
-    def _receive(self, request: Request, row: Sampled) -> Chunk:
+    def _receive(self, request: Request, row: Sampled) -> Chunk | None:
+        """None: it has failed in a way that may not be its own, and is tried again."""
         request.ahead -= 1
+        if row.finish == "error":
+            self.tables.forget(request)
+            if request.shared and not request.is_retried:
+                self._retry(request)
+                return None
         request.known += row.tokens
+        if len(request.known) > request.crashed_at:
+            request.crashes = 0
+        if request.state is State.RUNNING and row.finish != "error":
+            # After the last token nothing is computed, whatever Steps in flight ask for.
+            known = len(request.known) - 1 if row.finish else len(request.known)
+            self.tables.remember(request, min(request.computed, known))
         if row.finish:
             self._finish(request)
-        return Chunk(row.tokens, row.finish, row.error, row.logprobs)
+        return Chunk(row.tokens, row.finish, row.error, row.logprobs, row.prompt_logprobs)
 
     def _can_continue(self, request: Request) -> bool:
         """Its slot has sampled a token that is not computed, and one more may follow."""
         return (
-            request.state is State.RUNNING  # not preempted a moment ago
-            and not request.is_prefilling
+            not request.is_prefilling  # also: not preempted a moment ago
             and request.computed < request.total < request.sampling.max_position
         )
 
-    def _continue(self, request: Request) -> Row:
-        pages = self._extend(request, request.computed + 1)
-        row = Row(slot=request.slot, start=request.computed, tokens=CONTINUE, pages=pages)
+    def _continue(self, request: Request) -> Row | None:
+        """One token more, preempting who arrived last. None: that was `request`.
+
+        The first to arrive always succeeds: alone it fits, which `add` has checked.
+        """
+        start = request.computed
+        while (pages := self.tables.extend(request, start, start + 1)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return None
         request.computed += 1
         request.ahead += 1
-        return row
+        return Row(slot=request.slot, start=start, tokens=CONTINUE, pages=pages)
 
-    def _chunk_end(self, request: Request, budget: int) -> int:
-        """Where a chunk of at most `budget` tokens ends; not past request.computed: no chunk.
-
-        The end of the prompt is an end also when generated tokens follow it (after a preemption),
-        so that the prompt is always cut in the same places.
-        """
-        if not request.is_prefilling:
-            return request.computed
-        prompt = len(request.prompt)
-        limit = prompt if request.computed < prompt else len(request.known)
-        end = request.computed + budget
-        return limit if end >= limit else end // self.alignment * self.alignment
-
-    def _prefill(self, request: Request, end: int) -> Row:
-        start, request.computed = request.computed, end
+    def _prefill(self, request: Request, end: int) -> Row | None:
+        """None: pages behind its window are still others', so it begins anew later."""
+        start = request.computed
+        pages = self.tables.extend(request, start, end)
+        if pages is None:
+            self._preempt(request)
+            return None
         row = Row(
             slot=request.slot,
             start=start,
             tokens=np.array(request.known[start:end], np.int32),
+            pages=pages,
             sample=end == len(request.known),
         )
         if request.is_new:
-            row.sampling, row.want, row.pages = request.sampling, request.want, request.pages
+            row.sampling, row.want = request.sampling, request.want
+            row.pages = [table.copy() for table in request.pages]
+            if start and request.needs_history:
+                row.history = np.array(request.known[:start], np.int32)
             request.is_new = False
+        request.computed = end
         if row.sample:
             request.is_prefilling = False
             request.ahead += 1
         return row
 
-    # --- slots and pages ------------------------------------------------------------------
+    # --- who comes next -------------------------------------------------------------------
 
-    def _missing(self, request: Request, positions: int) -> list[int]:
-        """For each group, how many more pages `positions` take."""
-        held = map(len, request.pages or [[]] * len(self.pools))
-        return [pool.count(positions) - n for pool, n in zip(self.pools, held, strict=True)]
+    def _admit(self, client: str, budget: int) -> Request | None:
+        """Give the first in a client's queue a slot and the pages of all that it knows.
 
-    def _fits(self, request: Request, positions: int, spare: int = 0) -> bool:
-        missing = self._missing(request, positions)
-        return all(n + spare <= pool.free for pool, n in zip(self.pools, missing, strict=True))
-
-    def _extend(self, request: Request, positions: int) -> list[list[int]]:
-        """Give the pages that `positions` need; returns the new ones (for Row.pages)."""
-        missing = self._missing(request, positions)
-        if not any(missing):
-            return []
-        new = [pool.alloc(n) for pool, n in zip(self.pools, missing, strict=True)]
-        request.pages = [a + b for a, b in zip(request.pages, new, strict=True)]
-        return new
-
-    def _admit(self, budget: int) -> Request | None:
-        """Give the first in the queue a slot and the pages of all that it knows.
-
-        One page more for each running request stays free, or the next steps would preempt it.
+        One page more for each running request stays free, or the next steps would preempt it. One
+        for which there are not enough pages keeps others from taking them away.
         """
-        if not self.waiting or not self._slots:
+        if not self._slots:
             return None
-        request = self.waiting[0]
-        if request.ahead or self._chunk_end(request, budget) == 0:
-            return None
-        if not self._fits(request, len(request.known), len(self.running)):
-            return None
-        self.waiting.popleft()
-        self.running.append(request)
-        request.state = State.RUNNING
-        request.slot = self._slots.pop()
-        request.pages = [[] for _ in self.pools]
-        self._extend(request, len(request.known))
-        return request
+        for request in islice(self.waiting.of(client), LOOK_AHEAD):
+            if request.ahead or self._is_behind_stuck(request) or self._must_wait(request):
+                return None
+            computed, shared = self.tables.prefix(request)
+            if self._is_underway(request, computed):
+                self._stuck = None
+                continue
+            if min(len(request.known), computed + self.alignment) - computed > budget:
+                return None
+            if not self.tables.begin(request, computed, shared, len(self.running)):
+                if self.running:
+                    self._stuck = request
+                    return None
+                # Shared pages and those of a whole window may be too many, even for one.
+                has_begun = self.tables.begin(request, 0, [[] for _ in shared], 0)
+                assert has_begun, "alone it fits, which `add` has checked"
+            self._enter_slot(request)
+            return request
+        return None
 
-    def _make_room(self, request: Request) -> bool:
-        """Make one more position fit, preempting who arrived last. False: that was `request`.
+    def _is_behind_stuck(self, request: Request) -> bool:
+        return self._stuck is not None and self._stuck.id < request.id
 
-        The first to arrive always succeeds: alone it fits, which `add` has checked.
-        """
-        while not self._fits(request, request.computed + 1):
-            victim = self.running.pop()
-            self._leave_slot(victim, State.WAITING)
-            self.waiting.appendleft(victim)
-            self.preemptions += 1
-            if victim is request:
-                return False
-        return True
+    def _must_wait(self, request: Request) -> bool:
+        """Those that may have killed the worker run one at a time until they are past it."""
+        return request.crashes > 0 and any(other.crashes > 0 for other in self.running)
+
+    def _is_underway(self, request: Request, computed: int) -> bool:
+        """The next block of its prefix is being computed for somebody else."""
+        block = computed // self.tables.block
+        if not request.can_share or (block + 1) * self.tables.block >= len(request.known):
+            return False
+        key = request.keys[block]
+        return any(
+            other.is_prefilling
+            and other.remembered <= block < len(other.keys)
+            and other.keys[block] == key
+            for other in self.running
+        )
+
+    # --- slots ----------------------------------------------------------------------------
+
+    def _enter_slot(self, request: Request) -> None:
+        self.waiting.remove(request)
+        insort(self.running, request, key=lambda request: request.id)
+        request.state, request.slot = State.RUNNING, self._slots.pop()
+        self._stuck = None
+        if not request.generated and not request.crashes:
+            request.cached = request.shared
+            self.cached_tokens += request.cached
+
+    def _leave_slot(self, request: Request, state: State) -> None:
+        self.tables.end(request)
+        if not request.is_new:
+            self._releases.append(request.slot)
+        self._slots.append(request.slot)
+        request.state, request.slot = state, -1
+        request.computed, request.is_new, request.is_prefilling = 0, True, True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._leave_slot(request, State.WAITING)
+        self.waiting.put_back(request)
+        self.preemptions += 1
 
     def _finish(self, request: Request) -> None:
         if request.state is State.RUNNING:
@@ -286,12 +355,28 @@ class Scheduler:
         else:
             self.waiting.remove(request)
             request.state = State.FINISHED
+        if request is self._stuck:
+            self._stuck = None
         del self._by_id[request.id]
 
-    def _leave_slot(self, request: Request, state: State) -> None:
-        for pool, pages in zip(self.pools, request.pages, strict=True):
-            pool.release(pages)
-        self._releases.append(request.slot)
-        self._slots.append(request.slot)
-        request.state, request.slot, request.pages = state, -1, []
-        request.computed, request.is_new, request.is_prefilling = 0, True, True
+    # --- failures -------------------------------------------------------------------------
+
+    def _retry(self, request: Request) -> None:
+        """Compute it anew, without pages of others; what is in flight for it does not count."""
+        request.is_retried, request.ahead = True, 0
+        for flight in self.in_flight:
+            for slot, other in flight.sampling.items():
+                if other is request:
+                    flight.sampling[slot] = None
+        if request.state is State.RUNNING:
+            self._preempt(request)
+
+    def _suspects(self) -> list[Request]:
+        """Count the crash against all that were being computed; returns who must have done it."""
+        suspects = [request for request in self.running if not request.is_new]
+        suspects += [request for request in self.waiting if request.ahead]
+        for request in suspects:
+            request.crashes += 1
+            request.crashed_at = max(request.crashed_at, request.computed, request.total - 1)
+        guilty = [request for request in suspects if request.crashes >= MOST_CRASHES]
+        return guilty if len(guilty) == 1 else []

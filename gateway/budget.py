@@ -1,0 +1,80 @@
+"""Budget: how many prompt tokens a Step computes, and whose.
+
+While streams wait for their next token, no more than what keeps their tokens close together. It
+does not know pages or slots: who else may have a slot is asked of the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from voltapile.gateway.costs import Costs
+from voltapile.gateway.queues import Turns
+from voltapile.gateway.request import Request
+
+MARGIN = 0.9  # of the allowed gap; the rest is for what cannot be foreseen
+
+Admit = Callable[[str, int], Request | None]  # client, tokens left -> who has just got a slot
+Piece = tuple[Request, int, int]  # tokens from, to
+
+
+class Budget:
+    """tokens: most of a Step. max_gap: seconds between two tokens of a stream."""
+
+    def __init__(self, tokens: int, alignment: int, max_gap: float) -> None:
+        self.tokens, self.alignment, self.max_gap = tokens, alignment, max_gap
+        self.costs = Costs()
+        self._turns = Turns()
+
+    def share_out(
+        self, running: list[Request], waiting: Iterable[str], decodes: int, admit: Admit
+    ) -> dict[Request, int]:
+        """Where the chunks of this Step end. Clients take turns of one aligned piece each.
+
+        waiting: clients with requests that have no slot. decodes: tokens of streams in this Step.
+        """
+        lines: dict[str, list[Request]] = {}
+        for request in running:
+            if request.is_prefilling:
+                lines.setdefault(request.client, []).append(request)
+        for client in waiting:
+            lines.setdefault(client, [])
+        ends: dict[Request, int] = {}
+        if not lines:
+            return ends
+        self._turns.set(lines)
+        tokens = self.tokens - decodes
+        if decodes:
+            tokens = min(tokens, max(self.alignment, 2 * self.costs.widest))
+        seconds = self.max_gap * MARGIN - self.costs.base(decodes)
+        while lines and tokens > 0:
+            client = self._turns.next(lines)
+            piece = self._next_piece(client, lines[client], ends, tokens, admit)
+            if piece is None:
+                del lines[client]
+                continue
+            request, start, end = piece
+            seconds -= self.costs.piece(start, end)
+            if decodes and ends and seconds < 0.0:
+                break
+            ends[request] = end
+            tokens -= end - start
+            self._turns.took(client)
+        return ends
+
+    def _next_piece(
+        self, client: str, line: list[Request], ends: dict[Request, int], tokens: int, admit: Admit
+    ) -> Piece | None:
+        """The first of a client's prompts that can use at least a part of `tokens`."""
+        is_done = True
+        for request in line:
+            start = ends.get(request, request.computed)
+            if start < request.chunk_limit:
+                is_done = False
+                end = min(request.chunk_limit, (start // self.alignment + 1) * self.alignment)
+                if end - start <= tokens:
+                    return request, start, end
+        if not is_done or (admitted := admit(client, tokens)) is None:
+            return None
+        line.append(admitted)
+        return self._next_piece(client, line[-1:], ends, tokens, admit)
