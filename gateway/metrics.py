@@ -26,6 +26,7 @@ _LAG = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 _COUNTERS = (
     ("requests", "requests_submitted", "Generations that the engine took on"),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of all generations"),
+    ("cached_tokens", "cached_prompt_tokens", "Of those, the ones found in the prefix cache"),
     ("generated_tokens", "generated_tokens", "Tokens generated"),
     ("preemptions", "preemptions", "Generations sent back to wait for pages"),
     ("steps", "steps", "Steps run by the workers"),

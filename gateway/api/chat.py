@@ -10,7 +10,7 @@ from voltapile.gateway.api.generate import Delta, Outcome, started
 from voltapile.gateway.api.logprobs import chat_logprobs
 from voltapile.gateway.api.prompt import chat_prompt
 from voltapile.gateway.api.schema import chat_request
-from voltapile.gateway.api.services import SERVICES, off_loop, read_body
+from voltapile.gateway.api.services import SERVICES, client_of, off_loop, read_body
 
 
 class ChatShape:
@@ -45,5 +45,5 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request)
     chat = await off_loop(len(body), chat_request, body, services.tokenizer.vocab_size)
     prompt = await chat_prompt(services, chat)
-    generations = started(services, [prompt], chat.options)
+    generations = started(services, [prompt], chat.options, client_of(request))
     return await answer(request, services, ChatShape(), generations, chat.options)

@@ -10,7 +10,7 @@ from voltapile.gateway.api.generate import Delta, Outcome, started
 from voltapile.gateway.api.logprobs import completion_logprobs
 from voltapile.gateway.api.prompt import completion_prompts
 from voltapile.gateway.api.schema import completion_request
-from voltapile.gateway.api.services import SERVICES, Services, off_loop, read_body
+from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 
 
 class CompletionShape:
@@ -39,7 +39,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     asked = await off_loop(len(body), completion_request, body, services.tokenizer.vocab_size)
     prompts = await completion_prompts(services, asked)
     echoes = [_echo(services, prompt) for prompt in asked.prompts] if asked.echo else None
-    generations = started(services, prompts, asked.options, echoes)
+    generations = started(services, prompts, asked.options, client_of(request), echoes)
     return await answer(request, services, CompletionShape(), generations, asked.options)
 
 

@@ -59,6 +59,7 @@ class Generation:
         options: Options,
         index: int = 0,
         prefix: str = "",
+        client: str = "",
     ) -> None:
         self.index = index
         self.prompt_tokens = len(prompt)
@@ -74,7 +75,7 @@ class Generation:
         self.has_new_prompt = repeat == 0
         want = Want(logprobs=options.logprobs) if self._wants_logprobs else None
         sampling = _sampling(services, prompt, options, repeat)
-        self._stream = services.engine.submit(prompt, sampling, want)
+        self._stream = services.engine.submit(prompt, sampling, want, client)
         services.live.add(self)
 
     def __aiter__(self) -> Generation:
@@ -172,15 +173,20 @@ def started(
     services: Services,
     prompts: list[list[int]],
     options: Options,
+    client: str,
     prefixes: Sequence[str] | None = None,
 ) -> list[Generation]:
-    """n generations a prompt, all at once; none at all if the engine does not take every one."""
+    """n generations a prompt, all at once; none at all if the engine does not take every one.
+
+    client: as Engine.submit wants it.
+    """
     generations: list[Generation] = []
     try:
         for i, prompt in enumerate(prompts):
             prefix = prefixes[i] if prefixes else ""
             for index in range(i * options.n, (i + 1) * options.n):
-                generations.append(Generation(services, prompt, options, index, prefix))
+                one = Generation(services, prompt, options, index, prefix, client)
+                generations.append(one)
     except Exception:
         for generation in generations:
             generation.close()

@@ -48,6 +48,13 @@ class Services:
 SERVICES = web.AppKey("services", Services)
 
 
+def client_of(request: web.Request) -> str:
+    """Who asks, as clients take turns: a key may be shared, and so may an address."""
+    has_keys = bool(request.app[SERVICES].api_keys)
+    key = hash(request.headers.get("Authorization")) if has_keys else 0  # no secret leaves here
+    return f"{request.remote or ''} {key}"
+
+
 async def read_body(request: web.Request) -> bytes:
     """The whole body. A client that is slower than BODY_SECONDS gets a 408."""
     try:

@@ -68,6 +68,7 @@ class ScriptedEngine:
         self.prompts: list[list[int]] = []
         self.sampling: list[Sampling] = []
         self.wants: list[Any] = []
+        self.clients: list[str] = []
         self.streams: list[ScriptedStream] = []
 
     def say(self, text: str | bytes, finish: str = "stop") -> None:
@@ -81,12 +82,15 @@ class ScriptedEngine:
         else:
             self.script.append(60.0)
 
-    def submit(self, prompt: list[int], sampling: Sampling, want: Any = None) -> ScriptedStream:
+    def submit(
+        self, prompt: list[int], sampling: Sampling, want: Any = None, client: str = ""
+    ) -> ScriptedStream:
         if self.refusal is not None:
             raise self.refusal
         self.prompts.append(prompt)
         self.sampling.append(sampling)
         self.wants.append(want)
+        self.clients.append(client)
         self.streams.append(ScriptedStream(list(self.script)))
         return self.streams[-1]
 

@@ -97,6 +97,17 @@ class TestKeys:
                 assert body["error"]["code"] == "invalid_api_key"
                 assert response.headers["WWW-Authenticate"] == "Bearer"
 
+    async def test_clients_are_told_apart_by_key_and_address(self, serve, engine):
+        client = await serve(api_keys=["one", "two"])
+        for key in ("one", "two", "one"):
+            headers = {"Authorization": f"Bearer {key}"}
+            async with client.post("/v1/completions", json={"prompt": "a"}, headers=headers) as r:
+                assert r.status == 200
+        one, two, again = engine.clients
+        assert one == again != two
+        assert one.startswith("127.0.0.1 ")
+        assert "one" not in one
+
     @pytest.mark.parametrize(
         ("path", "status"), [("/health", 200), ("/metrics", 401), ("/nowhere", 401)]
     )

@@ -178,9 +178,10 @@ async def test_penalties_and_biases_reach_the_engine(start, engine):
 
 async def test_choices_of_a_prompt_have_seeds_in_a_row(services, engine):
     options = Options(max_tokens=3, n=3, seed=2**64 - 2)
-    generations = started(services, [[1, 2], [3]], options)
+    generations = started(services, [[1, 2], [3]], options, "me")
     assert [sampling.seed for sampling in engine.sampling] == [2**64 - 2, 2**64 - 1, 0] * 2
     assert engine.prompts == [[1, 2]] * 3 + [[3]] * 3
+    assert engine.clients == ["me"] * 6
     assert [generation.index for generation in generations] == list(range(6))
     for generation in generations:
         await generation.whole()
@@ -199,6 +200,6 @@ async def test_no_choice_runs_if_one_is_refused(services, engine):
 
     engine.submit = third_fails
     with pytest.raises(RuntimeError):
-        started(services, [[1]], Options(max_tokens=3, n=3))
+        started(services, [[1]], Options(max_tokens=3, n=3), "me")
     assert all(stream.cancelled.is_set() for stream in engine.streams)
     assert not services.live
