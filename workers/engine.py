@@ -32,7 +32,7 @@ from voltapile.workers.caches import Caches
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.protocol import Result, Row, Sampled, Sampling, Step, Want
 from voltapile.workers.scoring import PromptScores
-from voltapile.workers.weights import FileWeights
+from voltapile.workers.weights import DummyWeights, FileWeights
 
 Progress = Callable[[str, float], None]  # stage, fraction
 
@@ -40,7 +40,10 @@ Progress = Callable[[str, float], None]  # stage, fraction
 class Engine:
     """`load` first, then `run` for each Step."""
 
-    def __init__(self, plan: Plan, ops: Ops, gguf: Gguf, rank: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, ops: Ops, gguf: Gguf, rank: int = 0, is_dummy: bool = False
+    ) -> None:
+        self.is_dummy = is_dummy
         self.plan, self.ops, self.gguf, self.rank = plan, ops, gguf, rank
         self.most_outputs = max([plan.slots, *plan.buckets])
         self.wants = [Want()] * plan.slots
@@ -49,7 +52,8 @@ class Engine:
     def load(self, progress: Progress = lambda stage, fraction: None) -> None:
         """Build the model, allocate caches, record the decode steps."""
         spec = spec_of(self.gguf)
-        weights = FileWeights(self.gguf, self.ops, lambda f: progress("weights", f))
+        kind = DummyWeights if self.is_dummy else FileWeights
+        weights = kind(self.gguf, self.ops, lambda f: progress("weights", f))
         self.model = model_class(spec.architecture)(spec, weights, self.ops)
         self.layers = spec.layers
         progress("caches", 0.0)
@@ -254,11 +258,12 @@ def open_engine(
     rank: int = 0,
     progress: Progress = lambda stage, fraction: None,
     board: Board | None = None,
+    is_dummy: bool = False,
 ) -> Iterator[Engine]:
     """The loaded Engine of one rank of a Plan; its file stays open for as long.
 
     Meanwhile the calling thread runs on the rank's CPUs only. board: where the backend says that
-    it is alive, and sees that it must give up.
+    it is alive, and sees that it must give up. is_dummy: random weights instead of the file's.
     """
     mine = plan.ranks[rank]
     before = os.sched_getaffinity(0)
@@ -271,8 +276,9 @@ def open_engine(
             mine.cpus,
             board.heartbeat_address(rank) if board else 0,
             board.abort_address if board else 0,
+            mine.device,
         )
-        engine = Engine(plan, ops, gguf, rank)
+        engine = Engine(plan, ops, gguf, rank, is_dummy)
         try:
             engine.load(progress)
             yield engine

@@ -57,3 +57,14 @@ class FileWeights:
         self.done += data.nbytes
         self.progress(min(1.0, self.done / self.total))
         return weight
+
+
+class DummyWeights(FileWeights):
+    """Random values in the shapes of a file whose data are not there, for measurements."""
+
+    def _take(self, name: str, data: np.ndarray, shape: tuple[int, ...]) -> Weight:
+        make = getattr(self.ops, "dummy_weight", None)
+        if make is None:
+            raise ValueError(f"the {self.ops.name} backend makes no dummy weights")
+        weight: Weight = make(self.gguf.tensors[name].type_name, shape)
+        return weight

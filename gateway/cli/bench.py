@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=1, metavar="N", help="of the random prompts")
     add("--replay", type=Path, metavar="FILE", help="run what serve --record FILE has recorded")
     add("--plan", type=Path, metavar="FILE", help="of --replay, instead of -m and its options")
+    add("--dummy", action="store_true", help="random weights; the file may hold its header alone")
     add("--json", action="store_true", help="print one JSON object (one thread count only)")
 
 
@@ -117,7 +118,7 @@ def measure(args: argparse.Namespace, threads: int) -> dict[str, Any]:
         raise ValueError(f"-p and -n need more than the context of {plan.context} tokens")
     random = np.random.default_rng(args.seed)
     prefill, decode = [], []
-    with open_engine(plan) as engine:
+    with open_engine(plan, is_dummy=args.dummy) as engine:
         ids = ordinary_ids(engine.gguf)
         warm_up = random.choice(ids, min(CHUNK, args.n_prompt))  # reads the file, wakes the threads
         once(engine, warm_up, min(4, args.n_gen), args.temp)

@@ -63,8 +63,12 @@ def include_folders() -> tuple[str, ...]:
     if major == 12:
         wheels += [root / "cuda_runtime/include" for root in _wheel_roots()]
     places = [*wheels, *(Path(root) / "include" for root in _TOOLKITS)]
-    found = [str(place) for place in places if (place / "cuda_fp16.h").is_file()]
-    return tuple(found[:1])
+    found = [place for place in places if (place / "cuda_fp16.h").is_file()]
+    if not found:
+        return ()
+    # What it includes in turn is in a wheel of its own, or in a folder below.
+    beside = found[0].parent.parent / "cuda_cccl/include", found[0] / "cccl"
+    return tuple(str(place) for place in (found[0], *beside) if place.is_dir())
 
 
 def compile_source(name: str, source: str, options: Sequence[str], arch: str) -> tuple[bytes, str]:

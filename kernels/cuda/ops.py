@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda import attention, matmul, rows, sampling
+from voltapile.kernels.cuda import attention, dummy, matmul, rows, sampling
 from voltapile.kernels.cuda.device import Device, Lane
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
 from voltapile.kernels.cuda.loader import Loader
@@ -55,7 +55,7 @@ class CudaOps:
         self._ring = Ring(self.device)
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], DeviceArray] = {}
         self._constant_memory = self.device.allocate(CONSTANT_BYTES, "constants")
-        self._constant_used = 0
+        self._constant_used = self._dummies = 0
         self._constant_lane = Lane(self.device, CONSTANT_BYTES)
 
     @property
@@ -107,6 +107,17 @@ class CudaOps:
         ptr, owner = self._weights.take(data.nbytes + SLACK)
         self._uploader.send(ptr, data.reshape(-1))
         return CudaWeight(tuple(shape), data.nbytes, type_name, ptr, row, owner)
+
+    def dummy_weight(self, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
+        """Random values instead of a file's, for measurements."""
+        type_name = "F32" if len(shape) == 1 else type_name
+        row = row_bytes(type_name, shape[-1])
+        nbytes = row * int(np.prod(shape[:-1], dtype=np.int64))
+        ptr, owner = self._weights.take(nbytes + SLACK)
+        weight = CudaWeight(tuple(shape), nbytes, type_name, ptr, row, owner)
+        self._dummies += 1
+        dummy.fill(self, weight, self._dummies)
+        return weight
 
     def kv_cache(
         self,

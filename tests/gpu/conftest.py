@@ -3,30 +3,59 @@ that was compiled beforehand (--ptx DIR) and goes through the driver's own compi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.shm.gguf import Gguf
+from voltapile.workers.engine import Engine
 
 SCRATCH = 1 << 30
 
 
 @pytest.fixture(scope="session", params=["native", "ptx"])
-def cuda(request: pytest.FixtureRequest) -> Any:
-    """A CudaOps for all tests."""
+def ptx(request: pytest.FixtureRequest) -> Path | None:
+    """The folder of PTX to run; None: code for this card."""
     pytest.importorskip("cupy")
     from voltapile.kernels.cuda.device import device_count
-    from voltapile.kernels.cuda.ops import CudaOps
 
     if not device_count():
         pytest.skip("no GPU here")
     folder = request.config.getoption("--ptx")
-    if request.param == "ptx" and not folder:
+    if request.param == "native":
+        return None
+    if not folder:
         pytest.skip("no --ptx folder")
-    return CudaOps(0, SCRATCH, Path(folder) if request.param == "ptx" else None)
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def cuda(ptx: Path | None) -> Any:
+    """A CudaOps for all tests."""
+    from voltapile.kernels.cuda.ops import CudaOps
+
+    return CudaOps(0, SCRATCH, ptx)
+
+
+@pytest.fixture
+def cuda_engine(ptx: Path | None, plan_for: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """cuda_engine(path, **Options fields) -> a loaded Engine."""
+    from voltapile.kernels.cuda.ops import CudaOps
+
+    with contextlib.ExitStack() as stack:
+
+        def make(path: Path, **options: Any) -> Engine:
+            plan = plan_for(path, "cuda", **options)
+            gguf = stack.enter_context(Gguf.open(path))
+            engine = Engine(plan, CudaOps(0, plan.ranks[0].memory["scratch"], ptx), gguf)
+            engine.load()
+            return engine
+
+        yield make
 
 
 @pytest.fixture(autouse=True)

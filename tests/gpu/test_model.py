@@ -1,0 +1,217 @@
+"""Whole models on the GPU: against the reference, and against themselves for bits.
+
+Bounds are the issue's: one twentieth of llama.cpp's own KL against exact dequantisation
+(golden/TABLES.md) with f16 keys and values, one fifth with q8_0, 5e-5 for files that are not
+quantised; and the same for a model whose activations have outliers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from voltapile.shm.gguf import Gguf
+from voltapile.workers.protocol import Row, Sampled, Sampling, Want
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+Make = Callable[..., Any]
+
+LLAMA_CPP_KL = {
+    ("llama-tied", "f32"): 0.0,
+    ("llama-tied", "Q8_0"): 3.6e-3,
+    ("llama-tied", "Q4_0"): 3.7e-3,
+    ("llama-tied", "Q4_K_M"): 7.4e-3,
+    ("llama-untied", "Q8_0"): 1.9e-3,
+    ("qwen2", "Q8_0"): 2.4e-3,
+    ("qwen2", "Q4_K_M"): 5.0e-3,
+    ("qwen3", "f16"): 0.0,
+    ("qwen3", "Q4_K_M"): 2.4e-3,
+    ("gemma3", "Q8_0"): 2.3e-3,
+}
+MINI = ("llama", "qwen2", "qwen3", "gemma3")
+NOT_QUANTISED_KL = 5e-5
+CONTEXT = 512
+
+
+def mean_kl(truth: np.ndarray, other: np.ndarray) -> float:
+    """Mean over positions of KL(truth || other), in float64."""
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64)
+        x = x - x.max(axis=1, keepdims=True)
+        return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+
+    p, q = log_softmax(truth), log_softmax(other)
+    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
+
+
+def all_logits(engine: Any, ids: list[int]) -> np.ndarray:
+    return np.concatenate(list(engine.prompt_logits(np.asarray(ids, np.int32))))
+
+
+def prompts_of(folder: Path) -> dict[str, list[int]]:
+    return dict(json.loads((folder / "golden.json").read_text())["prompts"])
+
+
+def divergence(truth: Any, engine: Any, folder: Path) -> float:
+    """The worst mean KL of all prompts."""
+    prompts = prompts_of(folder).values()
+    return max(mean_kl(all_logits(truth, ids), all_logits(engine, ids)) for ids in prompts)
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+@pytest.mark.parametrize(("model", "kind"), LLAMA_CPP_KL)
+def test_kl(
+    golden: Path, engine_for: Make, cuda_engine: Make, model: str, kind: str, kv: str
+) -> None:
+    folder, theirs = golden / model, LLAMA_CPP_KL[model, kind]
+    path = folder / f"model-{kind}.gguf"
+    try:
+        engine = cuda_engine(path, cache_type_k=kv, cache_type_v=kv)
+    except ValueError as error:  # heads that q8_0 does not divide
+        pytest.skip(str(error))
+    bound = theirs / (20 if kv == "f16" else 5) if theirs else NOT_QUANTISED_KL
+    if not theirs and kv != "f16":
+        pytest.skip("no bound is set for a quantised cache of a file that is not")
+    assert divergence(engine_for(path), engine, folder) <= bound
+
+
+@pytest.mark.parametrize("model", MINI)
+def test_kl_mini(mini: Path, engine_for: Make, cuda_engine: Make, model: str) -> None:
+    path = mini / model / "model-f16.gguf"
+    found = divergence(engine_for(path), cuda_engine(path), mini / model)
+    assert found <= NOT_QUANTISED_KL
+
+
+def with_outliers(source: Path, target: Path) -> Path:
+    """The same function in exact numbers: a channel of each norm is 1,000 times larger, and the
+    matching column of what reads it so much smaller."""
+    readers = {"attn_norm": ("attn_q", "attn_k", "attn_v"), "ffn_norm": ("ffn_gate", "ffn_up")}
+    shutil.copyfile(source, target)
+    with Gguf.open(source) as gguf:
+        tensors = {name: (t, gguf.data(name).copy()) for name, t in gguf.tensors.items()}
+    with target.open("r+b") as file:
+
+        def store(name: str, values: np.ndarray) -> None:
+            file.seek(tensors[name][0].offset)
+            file.write(values.tobytes())
+
+        for name, (_, data) in tensors.items():
+            block, _, rest = name.removesuffix(".weight").rpartition(".")
+            if rest not in readers:
+                continue
+            scales = data.view(np.float32).copy()
+            channel = int(scales.argmax())
+            scales[channel] *= 1000
+            store(name, scales)
+            for reader in readers[rest]:
+                tensor, raw = tensors[f"{block}.{reader}.weight"]
+                kind = {"F16": np.float16, "F32": np.float32}[tensor.type_name]
+                matrix = raw.view(kind).reshape(tensor.shape).copy()
+                matrix[:, channel] /= 1000
+                store(f"{block}.{reader}.weight", matrix)
+    return target
+
+
+@pytest.mark.parametrize("model", MINI[:3])
+def test_kl_with_outliers(
+    mini: Path, tmp_path: Path, engine_for: Make, cuda_engine: Make, model: str
+) -> None:
+    path = with_outliers(mini / model / "model-f16.gguf", tmp_path / "outliers.gguf")
+    found = divergence(engine_for(path), cuda_engine(path), mini / model)
+    assert found <= NOT_QUANTISED_KL
+
+
+# --- bits ---------------------------------------------------------------------------------------
+
+
+class Stream:
+    """One request of several that are computed together."""
+
+    def __init__(self, driver: Any, slot: int, prompt: list[int], room: int) -> None:
+        self.slot, self.answers = slot, list[Sampled]()
+        (self.first,) = driver.start(slot, prompt, room, temperature=0.8, seed=slot * 77)
+        self.first.want = Want(logprobs=20)
+
+    @property
+    def said(self) -> list[tuple[list[int], Any]]:
+        return [(answer.tokens, answer.logprobs) for answer in self.answers]
+
+
+def run_together(engine: Any, drive: Make, prompts: list[list[int]], count: int) -> list[Stream]:
+    """Each prompt is computed alone, then all go on in steps of one row each."""
+    driver = drive(engine)
+    streams = [Stream(driver, slot, prompt, count) for slot, prompt in enumerate(prompts)]
+    for stream in streams:
+        stream.answers += driver.step([stream.first])
+    for _ in range(count - 1):
+        rows = [Row(slot=stream.slot) for stream in streams]
+        for stream, answer in zip(streams, driver.step(rows), strict=True):
+            stream.answers.append(answer)
+    for stream in streams:
+        driver.release(stream.slot)
+    return streams
+
+
+@pytest.fixture
+def prompts(mini: Path) -> list[list[int]]:
+    """Eight prompts of different lengths."""
+    ids = prompts_of(mini / "llama")["p61"]
+    return [ids[start : start + 5 + 7 * start] for start in range(8)]
+
+
+@pytest.mark.parametrize("model", MINI)
+def test_bits_do_not_depend_on_company(
+    mini: Path, cuda_engine: Make, drive: Make, prompts: list[list[int]], model: str
+) -> None:
+    """Tokens and log-probabilities of 1 to 8 rows in a step, bit for bit."""
+    engine = cuda_engine(mini / model / "model-f16.gguf", slots=8, context=CONTEXT)
+    alone = [run_together(engine, drive, [prompt], 12)[0] for prompt in prompts[:1]]
+    whole = run_together(engine, drive, prompts, 12)
+    assert whole[0].said == alone[0].said
+    for rows in range(2, 8):
+        part = run_together(engine, drive, prompts[:rows], 12)
+        assert [s.said for s in part] == [s.said for s in whole[:rows]]
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_replayed_steps_and_second_runs_have_the_same_bits(
+    mini: Path, cuda_engine: Make, drive: Make, prompts: list[list[int]], kv: str
+) -> None:
+    path = mini / "qwen3" / "model-f16.gguf"
+    try:
+        engine = cuda_engine(path, slots=8, cache_type_k=kv, cache_type_v=kv)
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert engine.graphs
+    first = [s.said for s in run_together(engine, drive, prompts, 10)]
+    assert [s.said for s in run_together(engine, drive, prompts, 10)] == first
+    engine.graphs.clear()
+    assert [s.said for s in run_together(engine, drive, prompts, 10)] == first
+
+
+def test_verify_rows_equal_single_rows(
+    mini: Path, cuda_engine: Make, drive: Make, prompts: list[list[int]]
+) -> None:
+    """Several tokens of one slot in a step give the logits that they give one at a time."""
+    engine = cuda_engine(mini / "qwen3" / "model-f16.gguf", slots=8)
+    ids = np.asarray(prompts[7], np.int32)
+    engine.caches.begin_request(0, Sampling())
+    engine.caches.append(0, [[1, 2] for _ in engine.plan.caches])
+
+    def logits(start: int, stop: int) -> np.ndarray:
+        engine.ops.reset_scratch()
+        batch = engine.buffer.fill_all_outputs(0, ids[start:stop], start)
+        hidden, _ = engine.model.forward(batch, engine.caches.layers)
+        return np.asarray(engine.ops.to_host(engine.model.head(hidden)))
+
+    single = np.concatenate([logits(i, i + 1) for i in range(24)])
+    for rows in range(2, 9):
+        together = np.concatenate([logits(i, i + rows) for i in range(0, 24 - rows + 1, rows)])
+        np.testing.assert_array_equal(together, single[: len(together)])
