@@ -349,12 +349,17 @@ class Engine:
 
     async def _watch(self) -> None:
         """Find ranks that neither end nor go on."""
+        going_at = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
+            if self._supervisor is None or not self._supervisor.is_stopped():
+                going_at = now
             age = self._heartbeat_age()
             silent = 0.0 if age is None else min(age, now - self._alive_at)
-            if not self._ready:
+            if now - going_at > self._heartbeat_seconds:
+                self._lose(f"a worker has been stopped for {now - going_at:.1f} s")
+            elif not self._ready:
                 if self._supervisor is not None and silent > LOADING_SECONDS:
                     self._lose(f"no sign of life from a loading worker for {silent:.0f} s")
             elif silent > self._heartbeat_seconds:

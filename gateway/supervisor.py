@@ -155,6 +155,10 @@ class Supervisor:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
+    def is_stopped(self) -> bool:
+        """Somebody has stopped a process (SIGSTOP); it will give no sign of life."""
+        return any(_is_stopped(process.pid) for process in self._processes)
+
     async def start(self) -> None:
         """Start all. Raises OSError."""
         assert not self._processes, "already started"
@@ -235,6 +239,14 @@ class Supervisor:
                 reader.cancel()
             await asyncio.gather(*open_readers, return_exceptions=True)
         self._processes, self._readers, self._words = [], [], []
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):  # it has ended, or this is not Linux
+        return False
+    return state == "T"
 
 
 async def _listen(pipe: int, words: deque[str]) -> None:

@@ -45,6 +45,8 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     add("--api-key", action="append", default=[], metavar="KEY",
         help="key that clients must send; several: again, or with commas")  # fmt: skip
     add("--api-key-file", type=Path, metavar="FILE", help="keys, one a line")
+    add("--max-gap-ms", type=float, default=250.0, metavar="MS",
+        help="longest pause between a stream's tokens while other prompts are read")  # fmt: skip
     add("--metrics", action=argparse.BooleanOptionalAction, default=True,
         help="serve /metrics for Prometheus")  # fmt: skip
 
@@ -113,8 +115,9 @@ class Server:
                     commands[self.plan.answer_rank] += ["--record", str(self.args.record)]
                 self.supervisor = Supervisor(commands)
             self._take_signals(files)
-            seconds = SILENT_SECONDS.get(self.plan.backend, 5.0)
-            engine = Engine(self.plan, self.supervisor, pulse.age, seconds)
+            seconds = SILENT_SECONDS.get(self.plan.backend, 4.0)
+            gap = self.args.max_gap_ms / 1000
+            engine = Engine(self.plan, self.supervisor, pulse.age, seconds, max_gap=gap)
             app = self._app(engine)
             url = await stack.enter_async_context(listening(app, self.args.host, self.args.port))
             self._say(f"{self._summary()}\n{url} listens; the model is loading")

@@ -1,7 +1,7 @@
 """A worker without a model: speaks the protocol and gives tokens that depend on all before them.
 
 As a program: python fake_worker.py PLAN [--step-seconds S] [--heartbeat FILE] [--fail REASON]
-[--die CODE] [--die-at N] [--load-seconds S]
+[--die CODE] [--die-at STEP] [--poison TOKEN] [--load-seconds S]
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ def alone(prompt: list[int], count: int, seed: int = 0) -> list[int]:
 
 
 class FakeModel:
-    """A fold over Steps; remembers the tokens of each slot."""
+    """A fold over Steps; remembers the tokens of each slot, and of each page of the first group."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_tokens: int = 4) -> None:
+        self.page_tokens = page_tokens
+        self.memory: dict[int, dict[int, int]] = {}  # page -> offset -> token
+        self.tables: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.sampling: dict[int, Sampling] = {}
         self.finish: dict[int, str] = {}
@@ -64,13 +67,21 @@ class FakeModel:
     def row(self, row: Row) -> Sampled | None:
         if row.sampling is not None:
             assert row.slot not in self.tokens
-            self.tokens[row.slot], self.sampling[row.slot] = [], row.sampling
+            self.tables[row.slot], self.sampling[row.slot] = [], row.sampling
+        if row.pages:
+            self.tables[row.slot] += row.pages[0]
+        if row.sampling is not None:
+            self.tokens[row.slot] = [self.recall(row.slot, p) for p in range(row.start)]
         known, sampling = self.tokens[row.slot], self.sampling[row.slot]
         if self.finish.get(row.slot):
             return Sampled(slot=row.slot)
         if len(row.tokens):
             assert row.start == len(known)
             known += map(int, row.tokens)
+            for position in range(row.start, len(known)):
+                self.remember(row.slot, position)
+        elif row.sample:
+            self.remember(row.slot, len(known) - 1)
         if not row.sample:
             return None
         known.append(next_token(known, sampling.seed))
@@ -82,6 +93,15 @@ class FakeModel:
         self.finish[row.slot] = finish
         return Sampled(slot=row.slot, tokens=[known[-1]], finish=finish)
 
+    def remember(self, slot: int, position: int) -> None:
+        page, offset = divmod(position, self.page_tokens)
+        cells = self.memory.setdefault(self.tables[slot][page], {})
+        cells[offset] = self.tokens[slot][position]
+
+    def recall(self, slot: int, position: int) -> int:
+        page, offset = divmod(position, self.page_tokens)
+        return self.memory[self.tables[slot][page]][offset]
+
 
 def main() -> int:
     parser = argparse.ArgumentParser()
@@ -91,6 +111,7 @@ def main() -> int:
     parser.add_argument("--fail", default="")
     parser.add_argument("--die", type=int)
     parser.add_argument("--die-at", type=int, default=-1)
+    parser.add_argument("--poison", type=int, default=-1)
     parser.add_argument("--load-seconds", type=float, default=0.0)
     args = parser.parse_args()
     plan = from_json(args.plan.read_bytes())
@@ -107,13 +128,16 @@ def main() -> int:
         socket.send_multipart(encode(Failed(name="text-0", reason=args.fail)))
         return 1
     time.sleep(args.load_seconds)
-    serve(socket, args, Ready(name="text-0", plan=plan.id,
+    model = FakeModel(plan.caches[0].page_tokens)
+    serve(socket, args, model, Ready(name="text-0", plan=plan.id,
                               instance=secrets.randbits(63)))  # fmt: skip
     return 0
 
 
-def serve(socket: zmq.Socket[bytes], args: argparse.Namespace, ready: Ready) -> None:
-    model, is_greeted = FakeModel(), False
+def serve(
+    socket: zmq.Socket[bytes], args: argparse.Namespace, model: FakeModel, ready: Ready
+) -> None:
+    is_greeted = False
     parent = os.getppid()
     while os.getppid() == parent:
         if args.heartbeat:
@@ -127,7 +151,8 @@ def serve(socket: zmq.Socket[bytes], args: argparse.Namespace, ready: Ready) -> 
         if isinstance(message, Stop):
             return
         assert isinstance(message, Step)
-        if message.id == args.die_at:
+        tokens = {int(token) for row in message.rows for token in row.tokens}
+        if message.id == args.die_at or args.poison in tokens:
             os._exit(7)
         time.sleep(args.step_seconds)
         socket.send_multipart(encode(model.run(message)))

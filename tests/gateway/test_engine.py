@@ -138,6 +138,76 @@ async def test_a_lost_worker_loses_and_repeats_no_token(
         assert engine.stats().restarts == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_worker_lost_while_it_loads(
+    plan: Plan, tmp_path: Path, number: signal.Signals
+) -> None:
+    async with spawned(plan, tmp_path, "--load-seconds", "0.5") as (engine, supervisor):
+        await until(lambda: engine.health.stage == "weights")
+        began, pid = time.monotonic(), supervisor.pids[0]
+        os.kill(pid, number)
+        await until(lambda: engine.stats().restarts == 1)
+        assert time.monotonic() - began < 3
+        await until(is_ok(engine))
+        assert supervisor.pids != [pid]
+        stream = engine.submit([1], Sampling(max_position=9))
+        assert await collect(stream) == (fake.alone([1], 8), "length")
+
+
+async def test_a_worker_lost_during_prefill(plan: Plan, tmp_path: Path) -> None:
+    prompt = list(range(200))
+    async with spawned(plan, tmp_path, "--step-seconds", "0.3") as (engine, supervisor):
+        await until(is_ok(engine))
+        stream = engine.submit(prompt, Sampling(max_position=204))
+        await asyncio.sleep(0.1)
+        os.kill(supervisor.pids[0], signal.SIGKILL)
+        assert await collect(stream) == (fake.alone(prompt, 4), "length")
+        assert engine.stats().restarts == 1
+
+
+async def test_a_request_that_kills_the_worker_ends_alone(plan: Plan, tmp_path: Path) -> None:
+    options = ("--poison", "599", "--step-seconds", "0.01")
+    async with spawned(plan, tmp_path, *options, restarts=Restarts(2, pause=0.01)) as (engine, _):
+        await until(is_ok(engine))
+        good = engine.submit([5, 6], Sampling(max_position=102))
+        reading = asyncio.create_task(collect(good))
+        await until(lambda: engine.stats().generated_tokens > 3)
+        bad = engine.submit([5, 599], Sampling(max_position=50))
+        tokens, finish = await collect(bad)
+        assert tokens == []
+        assert finish.startswith("error")
+        assert "twice" in finish
+        assert await reading == (fake.alone([5, 6], 100), "length")
+        assert engine.stats().restarts == 2
+        await until(is_ok(engine))
+        other = engine.submit([5, 6], Sampling(max_position=10))
+        assert await collect(other) == (fake.alone([5, 6], 8), "length")
+
+
+async def test_a_prompt_seen_before_is_shared(plan: Plan, tmp_path: Path) -> None:
+    prompt = list(range(150))
+    async with spawned(plan, tmp_path) as (engine, _):
+        await until(is_ok(engine))
+        for cached in (0, 128):
+            stream = engine.submit(prompt, Sampling(max_position=170), client="somebody")
+            assert await collect(stream) == (fake.alone(prompt, 20), "length")
+            assert stream.cached_tokens == cached
+        assert engine.stats().cached_tokens == 128
+        assert engine.stats().pages_free == engine.stats().pages_total
+
+
+async def test_a_client_that_leaves_during_prefill(plan: Plan, tmp_path: Path) -> None:
+    async with spawned(plan, tmp_path, "--step-seconds", "0.05") as (engine, _):
+        await until(is_ok(engine))
+        gone = engine.submit(list(range(250)), Sampling(max_position=252))
+        other = engine.submit([7], Sampling(max_position=20))
+        await asyncio.sleep(0.02)
+        gone.cancel()
+        assert await collect(gone) == ([], "cancelled")
+        assert await collect(other) == (fake.alone([7], 19), "length")
+        assert engine.stats().running == 0
+
+
 async def test_cancel_frees_the_slot(plan: Plan, tmp_path: Path) -> None:
     async with spawned(plan, tmp_path, "--step-seconds", "0.01") as (engine, _):
         await until(is_ok(engine))
