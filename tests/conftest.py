@@ -24,6 +24,10 @@ PATIENCE = 3.0  # seconds that a test's threads and processes may take to end
 CHUNK = 64
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ptx", help="folder of compute_70 PTX for a second run of the GPU tests")
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     return ROOT / "tests/data"
