@@ -6,7 +6,8 @@ MODELS := models
 MODEL  := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find gateway workers kernels shm topology \
-             -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cmake' | sort)
+             -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cmake' \
+             -o -name '*.cu' -o -name '*.cuh' | sort)
 
 .PHONY: serve test lint check clean
 

@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# Build, test and time everything on a machine with a GPU, in one call; a short table comes last.
+# Needs no network: bench/pack_device.sh prepares the folder device/ beforehand.
+#
+#     bench/device.sh [STAGE ...]     stages: setup build compile elementwise sample matmul attention
+#                                     model sanitize gpu_matmul gpu_attention bench; default: all but
+#                                     sanitize. setup always runs.
+#
+# A stage that fails is told and the next one runs. Whole logs are in $OUT, where that is set.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+out=${OUT:-/tmp/voltapile-device}
+site=/tmp/voltapile-site
+models=/tmp/voltapile-models
+log=$out/log.txt
+mkdir -p "$out"
+: > "$log"
+export PYTHONPATH=$site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+python=${PYTHON:-python3}
+all=(build compile elementwise sample matmul attention model gpu_matmul gpu_attention bench)
+stages=("${@:-${all[@]}}")
+summary=()
+
+# stage SECONDS NAME COMMAND...: its last lines are shown, its result is kept for the table.
+stage() {
+  local limit=$1 name=$2 began=$SECONDS status
+  shift 2
+  echo "=== $name" | tee -a "$log"
+  timeout -k 5 "$limit" "$@" > "$out/$name.txt" 2>&1
+  status=$?
+  tail -n "${LINES_SHOWN:-25}" "$out/$name.txt"
+  cat "$out/$name.txt" >> "$log"
+  summary+=("$(printf '%-14s rc %-3s %4d s  %s' "$name" "$status" $((SECONDS - began)) \
+    "$(grep -v '^$' "$out/$name.txt" | tail -n 1 | cut -c 1-100)")")
+  rm "$out/$name.txt"
+}
+
+setup() {
+  set -e
+  mkdir -p "$site/voltapile" "$models"
+  for package in gateway kernels shm topology workers; do
+    ln -sfn "$root/$package" "$site/voltapile/$package"
+  done
+  [ -d "$site/msgspec" ] || $python -m pip install -q --no-index --no-deps --no-compile \
+    --no-cache-dir --target "$site" device/wheels/*.whl
+  [ -d "$models/ptx" ] || tar -C "$models" -xzf device/ptx.tar.gz
+  if [ -f device/golden.tar.gz ] && [ ! -d ../shared/golden ]; then
+    mkdir -p ../shared/golden
+    tar -C ../shared/golden -xzf device/golden.tar.gz
+  fi
+  for header in device/*.header.gz; do
+    stem=$(basename "$header" .header.gz)
+    [ -f "$models/$stem.gguf" ] && continue
+    gunzip -c "$header" > "$models/$stem.gguf"
+    truncate -s "$(cat "device/$stem.length")" "$models/$stem.gguf"
+  done
+  nvidia-smi --query-gpu=name,memory.total,memory.used,driver_version,clocks.sm --format=csv,noheader
+  $python -c "
+from voltapile.kernels.cuda import nvrtc
+from voltapile.topology.gpu import probe_gpus
+print('NVRTC', nvrtc.version(), nvrtc.include_folders())
+print(probe_gpus())"
+}
+
+build() {
+  set -e
+  cmake -S . -B /tmp/voltapile-build -G Ninja -DCMAKE_BUILD_TYPE=Release \
+    -DPython_EXECUTABLE="$($python -c 'import sys; print(sys.executable)')"
+  cmake --build /tmp/voltapile-build
+  cp /tmp/voltapile-build/_cpu*.so kernels/cpu/
+}
+
+arch() { $python -c "from voltapile.topology.gpu import probe_gpus as p; print('sm_%d' % p()[0].arch)"; }
+
+tests() { $python -m pytest -q -x --maxfail="${MAXFAIL:-8}" --ptx "$models/ptx" "$@" -rfE --tb=short; }
+
+bench() {
+  for model in "$models"/*.gguf; do
+    echo "$(basename "$model")"
+    for shape in "-p 512 -n 64" "-p 2048 -n 64 -b 2048" "-p 8192 -n 64 -b 2048" \
+      "-p 32768 -n 32 -b 2048"; do
+      # shellcheck disable=SC2086
+      $python -m voltapile.gateway.cli.main bench -m "$model" --backend cuda --dummy $shape \
+        | tail -n 1
+    done
+  done
+}
+
+run() {
+  case $1 in
+    setup) stage 120 setup bash -c "$(declare -f setup); python='$python' site='$site' models='$models' root='$root'; setup" ;;
+    build) stage 400 build bash -c "$(declare -f build); python='$python'; build" ;;
+    compile) stage 300 compile $python -m voltapile.kernels.cuda --arch "$(arch)" ;;
+    elementwise | sample | matmul | attention | model)
+      stage 500 "$1" bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_$1.py" ;;
+    sanitize)
+      for tool in memcheck racecheck; do
+        stage 500 "sanitize-$tool" compute-sanitizer --tool $tool --error-exitcode 9 $python -m pytest \
+          -q -x tests/gpu -k "not model and not distribution and native" --timeout 0
+      done ;;
+    gpu_matmul | gpu_attention) [ -f "bench/$1.py" ] && stage 200 "$1" $python "bench/$1.py" ;;
+    bench) stage 400 bench bash -c "$(declare -f bench); python='$python' models='$models'; bench" ;;
+    *) echo "there is no stage '$1'" ;;
+  esac
+}
+
+run setup
+for each in "${stages[@]}"; do
+  [ "$each" = setup ] || run "$each"
+done
+echo "=== table: stage, exit status, seconds, last line"
+printf '%s\n' "${summary[@]}"

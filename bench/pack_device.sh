@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Prepare the ignored folder device/, which bench/device.sh needs on a machine with a GPU and no
+# network: wheels, golden models, compute_70 PTX compiled here, headers of synthetic models.
+#
+#     bench/pack_device.sh [GOLDEN_FOLDER] [SYNTH_GGUF_PY]
+#
+# Take it along with the project's files, then run bench/device.sh there.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+golden=${1:-../shared/golden}
+synth=${2:-../shared/tools/synth_gguf.py}
+python=${PYTHON:-.venv/bin/python}
+there=${DEVICE_PYTHON:-3.12}
+presets=(qwen3-8b-q4km qwen3-8b-q8)
+models=(llama-tied llama-untied qwen2 qwen3 gemma3)
+mkdir -p device
+
+if [ ! -d device/wheels ]; then
+  mkdir -p device/wheels.new
+  platforms=()
+  for tag in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do
+    platforms+=(--platform "${tag}_x86_64")
+  done
+  $python -m pip download -q --no-deps --only-binary=:all: --python-version "$there" \
+    --implementation cp "${platforms[@]}" -d device/wheels.new \
+    gguf msgspec orjson py-libnuma pyzmq pytest-asyncio
+  mv device/wheels.new device/wheels
+fi
+
+if [ -d "$golden" ]; then
+  tar -C "$golden" -czf device/golden.tar.gz "${models[@]}"
+fi
+
+rm -rf device/ptx
+$python -m voltapile.kernels.cuda --ptx device/ptx -j 2 | tail -n 1
+tar -C device -czf device/ptx.tar.gz ptx
+rm -rf device/ptx
+
+# A header, and how long its file would be.
+for preset in "${presets[@]}"; do
+  [ -f "device/$preset.header.gz" ] && continue
+  $python "$synth" "$preset" "device/$preset.gguf" --sparse > /dev/null
+  $python - "device/$preset" <<'PYTHON'
+import gzip, sys
+from voltapile.shm.gguf import Gguf
+stem = sys.argv[1]
+with Gguf.open(f"{stem}.gguf") as gguf:
+    begin = min(tensor.offset for tensor in gguf.tensors.values())
+with open(f"{stem}.gguf", "rb") as file:
+    header, length = file.read(begin), file.seek(0, 2)
+with gzip.open(f"{stem}.header.gz", "wb") as file:
+    file.write(header)
+with open(f"{stem}.length", "w") as file:
+    file.write(f"{length}\n")
+PYTHON
+  rm "device/$preset.gguf"
+done
+du -sh device/*
