@@ -17,7 +17,8 @@ SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 @dataclass(frozen=True)
 class Chunk:
     """groups: of 32 columns. align: divides the address of every block. scales: runs of a group
-    with a scale of their own, 0: none. x_planes: halves of an activation."""
+    with a scale of their own, 0: none. x_planes: halves of an activation. span: groups that share bytes, so that a
+    thread unpacks them together."""
 
     name: str
     groups: int = 8
@@ -27,6 +28,7 @@ class Chunk:
     x_planes: int = 1
     is_expanded: bool = False
     warps: int = 8
+    span: int = 1
 
     @property
     def bytes(self) -> int:
@@ -65,11 +67,11 @@ _ALL = (
     Chunk("Q5_0"),
     Chunk("Q5_1", align=8, has_offset=True),
     Chunk("Q8_0"),
-    Chunk("Q2_K", align=4, scales=2, has_offset=True),
-    Chunk("Q3_K", scales=2),
-    Chunk("Q4_K", align=16, has_offset=True),
-    Chunk("Q5_K", align=16, has_offset=True),
-    Chunk("Q6_K", scales=2),
+    Chunk("Q2_K", span=4, align=4, scales=2, has_offset=True),
+    Chunk("Q3_K", span=4, scales=2),
+    Chunk("Q4_K", span=2, align=16, has_offset=True),
+    Chunk("Q5_K", span=2, align=16, has_offset=True),
+    Chunk("Q6_K", span=4, scales=2),
     Chunk("IQ4_NL"),
     Chunk("IQ4_XS", align=8),
     Chunk("MXFP4", align=1),

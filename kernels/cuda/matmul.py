@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from voltapile.kernels.cuda import gemm
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 
 PLAIN, ADD, SILU, GELU = range(4)
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU}
 TILES = 2  # of 16 rows, in a block
-MANY_PASSES = 4  # times 8 tokens; kernels are compiled for 1 and for as many
 MATRICES = 3  # of one launch
 
 # Formats that files mix in one layer; a launch takes both.
@@ -27,18 +27,40 @@ PAIRS = {
 }  # fmt: skip
 
 
-def _instance(first: str, other: str, passes: int) -> Instance:
+def _instance(first: str, other: str, many: int) -> Instance:
     defines = {"FORMAT": first, "OTHER": other, "WARPS": CHUNKS[first].warps, "TILES": TILES}
-    named = tuple((key, str(value)) for key, value in (defines | {"PASSES": passes}).items())
+    named = tuple((key, str(value)) for key, value in (defines | {"MANY": many}).items())
     return Instance("matmul_rows.cu", "matmul_rows", named, is_exact=True)
 
 
 ROWS = {
-    (first, other, passes): _instance(first, other, passes)
+    (first, other, many): _instance(first, other, many)
     for first, other in [*((name, name) for name in CHUNKS), *sorted(PAIRS)]
-    for passes in (1, MANY_PASSES)
+    for many in (0, 1)  # whether for more than 8 tokens
 }
-INSTANCES = list(ROWS.values())
+INSTANCES = [*ROWS.values(), *gemm.INSTANCES]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which rows may take the product of many rows; part of the Plan, for it changes bits.
+
+    generated: so many first rows of a step are generated ones and always take the engine. Of the
+    others, many enough take the fused product (fused_from) or the library's (library_from); 0 is
+    never.
+    """
+
+    generated: int = 0
+    fused_from: int = 0
+    library_from: int = 0
+
+    def way(self, prompt_rows: int) -> str:
+        if self.library_from and prompt_rows >= self.library_from:
+            return "library"
+        return "fused" if self.fused_from and prompt_rows >= self.fused_from else "rows"
+
+
+EVERY_ROW_ALONE = Policy()
 
 
 @dataclass(frozen=True)
@@ -54,11 +76,12 @@ def linear(
     weight: CudaWeight,
     bias: CudaWeight | None = None,
     add_to: DeviceArray | None = None,
+    policy: Policy = EVERY_ROW_ALONE,
 ) -> DeviceArray:
     if add_to is None:
-        return linears(ops, x, (weight,), (bias,))[0]
+        return linears(ops, x, (weight,), (bias,), policy)[0]
     assert add_to.shape == (len(x), weight.shape[0]), (add_to, x, weight.shape)
-    _launch(ops, x, [_Product(weight, bias, add_to)], ADD)
+    _multiply(ops, x, [_Product(weight, bias, add_to)], ADD, policy)
     return add_to
 
 
@@ -67,11 +90,11 @@ def linears(
     x: DeviceArray,
     weights: Sequence[CudaWeight],
     biases: Sequence[CudaWeight | None],
+    policy: Policy = EVERY_ROW_ALONE,
 ) -> tuple[DeviceArray, ...]:
     outs = tuple(ops.scratch((len(x), weight.shape[0])) for weight in weights)
     products = [_Product(*each) for each in zip(weights, biases, outs, strict=True)]
-    for launch in _launches(products):
-        _launch(ops, x, launch, PLAIN)
+    _multiply(ops, x, products, PLAIN, policy)
     return outs
 
 
@@ -83,15 +106,68 @@ def glu(
     activation: str,
     gate_bias: CudaWeight | None = None,
     up_bias: CudaWeight | None = None,
+    policy: Policy = EVERY_ROW_ALONE,
 ) -> DeviceArray:
     assert gate.shape == up.shape, (gate.shape, up.shape)
     assert activation in ACTIVATIONS, activation
     out = ops.scratch((len(x), gate.shape[0]))
-    if gate.type_name != up.type_name:
-        raise ValueError(f"gate is {gate.type_name}, up is {up.type_name}: they must be the same")
     products = [_Product(gate, gate_bias, out), _Product(up, up_bias, out)]
-    _launch(ops, x, products, ACTIVATIONS[activation])
+    _multiply(ops, x, products, ACTIVATIONS[activation], policy)
     return out
+
+
+def _multiply(
+    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, policy: Policy
+) -> None:
+    """Deals the rows to the engine and to the product of many rows."""
+    tokens, columns = x.shape
+    for product in products:
+        assert product.weight.shape[1] == columns, (x, product.weight.shape)
+        bias = product.bias
+        assert bias is None or bias.shape == product.weight.shape[:1], bias
+    alone = min(tokens, policy.generated)
+    way = policy.way(tokens - alone)
+    weights = [product.weight for product in products]
+    if way == "rows" or not gemm.fits(weights, columns, way == "fused"):
+        alone = tokens
+    _rows(ops, x[:alone], _first_rows(products, 0, alone), epilogue)
+    if alone < tokens:
+        with ops.scope():
+            many = _first_rows(products, alone, tokens)
+            _many_rows(ops, x[alone:], many, epilogue, way == "fused")
+
+
+def _first_rows(products: list[_Product], start: int, end: int) -> list[_Product]:
+    return [_Product(p.weight, p.bias, p.out[start:end]) for p in products]
+
+
+def _many_rows(
+    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, is_fused: bool
+) -> None:
+    halves = gemm.halves_of(ops, x, [product.weight for product in products])
+    made = []
+    for product in products:
+        own = halves[gemm.is_natural(product.weight)]
+        if epilogue not in (SILU, GELU):
+            with ops.scope():
+                sums = gemm.sums(ops, own, product.weight, is_fused)
+                gemm.finish(ops, sums, own, product.out, product.bias, epilogue)
+        else:
+            made.append(gemm.sums(ops, own, product.weight, is_fused))
+    if made:
+        gate, up = products
+        own = halves[gemm.is_natural(gate.weight)]
+        gemm.finish(ops, made[0], own, gate.out, gate.bias, epilogue, made[1], up.bias)
+
+
+def _rows(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int) -> None:
+    if not len(x):
+        return
+    if epilogue in (SILU, GELU) and len({p.weight.type_name for p in products}) > 1:
+        raise ValueError("gate and up have different formats: the cuda backend takes one")
+    launches = [products] if epilogue in (SILU, GELU) else _launches(products)
+    for launch in launches:
+        _launch(ops, x, launch, epilogue)
 
 
 def _launches(products: list[_Product]) -> list[list[_Product]]:
@@ -120,22 +196,15 @@ def _pair_of(names: set[str]) -> tuple[str, str] | None:
 
 def _launch(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int) -> None:
     tokens, columns = x.shape
-    for product in products:
-        assert product.weight.shape[1] == columns, (x, product.weight.shape)
-        bias = product.bias
-        assert bias is None or bias.shape == product.weight.shape[:1], bias
-    if not tokens:
-        return
     pair = _pair_of({product.weight.type_name for product in products})
     assert pair is not None, products
     chunks = [CHUNKS[name] for name in pair]
     room = room_for(tokens, chunks, ops.arch)
-    passes = 1 if room <= 8 else MANY_PASSES
     others = sum(1 << i for i, p in enumerate(products) if p.weight.type_name != pair[0])
     blocks = sum(-(-product.weight.shape[0] // (16 * TILES)) for product in products)
     if epilogue in (SILU, GELU):
         blocks = -(-products[0].weight.shape[0] // (16 * TILES // 2))
-    ops.kernel(ROWS[*pair, passes])(
+    ops.kernel(ROWS[*pair, int(room > 8)])(
         (blocks, -(-tokens // room)),
         32 * chunks[0].warps,
         (
@@ -164,7 +233,7 @@ def shared_bytes(room: int, chunks: Sequence[Chunk], arch: int) -> int:
 
 def room_for(tokens: int, chunks: Sequence[Chunk], arch: int) -> int:
     """Tokens that a block takes: as many as fit, dealt evenly. It changes no bits."""
-    room = min(tokens, 8 * MANY_PASSES)
+    room = min(tokens, 32 if arch >= 80 else 16)
     while shared_bytes(room, chunks, arch) > max_shared(arch):
         room -= 1
         assert room, f"no token fits: {chunks}"

@@ -1,6 +1,6 @@
 // One chunk of columns of 16 rows times the tokens of a block, by one warp.
 //
-// -D PASSES: tokens come in at most that many times eight. Compiled without contraction, so that
+// Tokens come in PASSES times eight at most; -D MANY: 1 for more than one pass. Compiled without contraction, so that
 // kernels for different numbers of tokens cannot round differently: fmaf stands where it is meant.
 #pragma once
 #include "matmul_stage.cuh"
@@ -10,6 +10,7 @@
 namespace voltapile {
 
 constexpr bool IS_ASYNC = VP_ARCH >= 800;
+constexpr int PASSES = !MANY ? 1 : IS_ASYNC ? 4 : 2;
 constexpr int MUCH = 3072;  // bytes in flight that need no third stage
 
 template <bool CONDITION, class A, class B>

@@ -1,8 +1,8 @@
 // What happens to finished sums: warps' parts are added in order, then bias, residual or gate.
 //
-// -D WARPS, TILES, PASSES as in matmul_rows.cu.
+// -D WARPS, TILES as in matmul_rows.cu.
 #pragma once
-#include "mma.cuh"
+#include "matmul_chunk.cuh"
 
 namespace voltapile {
 

@@ -4,7 +4,7 @@
 // columns: warp w takes chunks w, w + WARPS, ...; their sums meet in shared memory, in the order of
 // the warps. Sums of a group are made afresh on the tensor core, scaled and added in float32.
 // Nothing that decides the order depends on the tokens. -D: FORMAT, and OTHER, the format of the
-// matrices whose bit in `others` is set; WARPS, TILES (a gate and its up share a block), PASSES.
+// matrices whose bit in `others` is set; WARPS, TILES (a gate and its up share a block), MANY.
 #include "matmul_chunk.cuh"
 #include "matmul_epilogue.cuh"
 
@@ -18,6 +18,9 @@ template <class A>
 struct Same<A, A> {
   static constexpr bool value = true;
 };
+// Registers for two blocks of a multiprocessor are too few where much is summed at once.
+constexpr int MIN_BLOCKS =
+    VP_ARCH >= 800 && PASSES == 1 && Codec<formats::FORMAT>::PLANES == 1 ? 2 : 1;
 constexpr bool IS_SAME = Same<formats::FORMAT, formats::OTHER>::value;
 
 // What a block works on.
@@ -103,7 +106,7 @@ __device__ __forceinline__ int blocks_of(int rows) {
   return (rows + 16 * TILES - 1) / (16 * TILES);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, VP_ARCH >= 800 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     matmul_rows(const std::uint8_t* weights0, const float* bias0, float* out0, int rows0,
                 const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                 const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,

@@ -9,7 +9,8 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class EmulatedOps:
     def __init__(self, arch: int, folder: Path, max_shared: int) -> None:
         self.arch, self.max_shared = arch, max_shared
         self._folder = folder
+        self._kept: list[DeviceArray] = []
         self.launched: list[tuple[Instance, tuple[int, ...], int]] = []
 
     def kernel(self, instance: Instance) -> Kernel:
@@ -53,7 +55,9 @@ class EmulatedOps:
         return call
 
     def scratch(self, shape: Sequence[int], dtype: Any = np.float32) -> DeviceArray:
-        return self.array(np.full(shape, 7, dtype))
+        array = self.array(np.full(shape, 7, dtype))
+        self._kept.append(array)
+        return array
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         return self.array(np.zeros(shape, dtype))
@@ -66,6 +70,19 @@ class EmulatedOps:
         memory = _aligned(raw.nbytes)
         memory[: raw.nbytes] = raw
         return DeviceArray(memory.ctypes.data, values.shape, values.dtype, memory)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        yield
+
+    def product(
+        self, weight: DeviceArray, x: DeviceArray, out: DeviceArray, factor: float, adds: bool
+    ) -> None:
+        """out [T, N] = or += factor * x [T, K] @ weight [N, K].T, halves in, float32 out."""
+        a, b = (self.to_host(each).view(np.float16).astype(np.float64) for each in (x, weight))
+        total = factor * (a @ b.T) + (self.to_host(out) if adds else 0)
+        raw = (ctypes.c_uint8 * out.nbytes).from_address(out.ptr)
+        np.frombuffer(raw, np.float32)[:] = total.astype(np.float32).reshape(-1)
 
     def weight(self, raw: np.ndarray, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
         array = self.array(raw)
