@@ -38,6 +38,8 @@ def _describe_cpu() -> dict[str, object]:
         "captures": True,
         "in_vram": False,
         "workspace_bytes": 0,
+        "unpacked_bytes": 0.0,
+        "choices": {},
     }
 
 
@@ -54,11 +56,14 @@ def _describe_reference() -> dict[str, object]:
         "captures": False,
         "in_vram": False,
         "workspace_bytes": 0,
+        "unpacked_bytes": 0.0,
+        "choices": {},
     }
 
 
 def _describe_cuda() -> dict[str, object]:
     from voltapile.kernels.cuda.attention import KV_TYPES
+    from voltapile.kernels.cuda.matmul import FUSED_FROM, LIBRARY_FROM
     from voltapile.kernels.cuda.rows import FORMATS as WITH_HEADER
 
     return {
@@ -72,8 +77,10 @@ def _describe_cuda() -> dict[str, object]:
         "reserve_bytes": 1 << 30,
         "captures": True,
         "in_vram": True,
-        # Partial results of split products and of attention over long contexts.
-        "workspace_bytes": 256 << 20,
+        # Partial results of attention over long contexts, and alignment.
+        "workspace_bytes": 96 << 20,
+        "unpacked_bytes": 2.0,
+        "choices": {"fused_from": str(FUSED_FROM), "library_from": str(LIBRARY_FROM)},
     }
 
 

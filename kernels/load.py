@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from voltapile.kernels.backend import NAMES
 from voltapile.kernels.ops import Ops
 
@@ -14,10 +16,11 @@ def load(
     heartbeat: int = 0,
     abort: int = 0,
     device: str = "",
+    choices: Mapping[str, str] | None = None,
 ) -> Ops:
     """The Ops called `name`; the rest is as in CpuOps, and nothing to the reference.
 
-    device: a Plan's, e.g. "cuda:0"."""
+    device, choices: a Plan's, e.g. "cuda:0"; what it says of whatever changes bits."""
     if name == "cpu":
         from voltapile.kernels.cpu.ops import CpuOps
 
@@ -29,5 +32,5 @@ def load(
     if name == "cuda":
         from voltapile.kernels.cuda.ops import CudaOps
 
-        return CudaOps(int(device.partition(":")[2] or 0), scratch_bytes)
+        return CudaOps(int(device.partition(":")[2] or 0), scratch_bytes, choices=choices)
     raise ValueError(f"unknown backend {name!r}; there are {', '.join(NAMES)}")

@@ -43,6 +43,7 @@ class Batch:
     continues: Array  # int32[T]
     outputs: Array  # int32[R] index into T of the tokens after which one is sampled
     pages: tuple[Array, ...]  # int32[S, P] page table of each cache group
+    generated: int = 0  # so many first tokens are generated rows: bits must not depend on company
 
 
 @dataclass

@@ -140,7 +140,8 @@ def scratch_bytes(spec: Spec, backend: Backend, batch: int, slots: int) -> int:
     attention += 4 * spec.heads * (spec.value_dim + 2) + 4 * width
     feed_forward = own * width + 8 * ffn + own * ffn + 4 * width
     whole = tokens * (ends + max(attention, feed_forward)) + 8 * slots * spec.vocab
-    return int(whole) + LAYER_ARRAYS * ALLOCATION_BYTES + backend.workspace_bytes
+    unpacked = backend.unpacked_bytes * width * max(ffn, q, o)
+    return int(whole + unpacked) + LAYER_ARRAYS * ALLOCATION_BYTES + backend.workspace_bytes
 
 
 def memory_of(machine: Machine, backend: Backend) -> tuple[str, int, int]:

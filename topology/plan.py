@@ -46,6 +46,8 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     captures: bool
     in_vram: bool = False  # weights and caches live in a GPU's memory
     workspace_bytes: int = 0  # scratch bytes beside what follows from the model's shapes
+    unpacked_bytes: float = 0.0  # scratch bytes for each value of a layer's largest matrix
+    choices: dict[str, str] = {}  # what changes bits, for the Plan's choices
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,6 +196,7 @@ def plan(
                 "cache_type_k": groups[0].key_type,
                 "cache_type_v": groups[0].value_type,
                 "prefill_chunk": str(CHUNK),
+                **backend.choices,
             },
             warnings=warnings,
         )

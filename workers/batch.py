@@ -12,6 +12,7 @@ import numpy as np
 from voltapile.kernels.ops import Array, Batch, Ops
 from voltapile.workers.protocol import Row
 
+SHORT = 8  # a row of no more tokens counts as generated: one token, or drafts to verify
 FIELDS = 5  # tokens, slots, positions, rope positions, continues; then the outputs
 
 
@@ -23,7 +24,7 @@ class BatchBuffer:
         self.device = ops.zeros(((FIELDS + 1) * max_tokens,), np.int32)
         self.host = np.zeros((FIELDS + 1) * max_tokens, np.int32)
 
-    def views(self, tokens: int, outputs: int) -> Batch:
+    def views(self, tokens: int, outputs: int, generated: int = 0) -> Batch:
         """The Batch of a step of that size, as the device sees it."""
         assert outputs <= tokens
         parts = [self.device[i * tokens : (i + 1) * tokens] for i in range(FIELDS)]
@@ -35,6 +36,7 @@ class BatchBuffer:
             continues=parts[4],
             outputs=self.device[FIELDS * tokens : FIELDS * tokens + outputs],
             pages=self.pages,
+            generated=generated,
         )
 
     def fill(self, rows: Sequence[Row], padding: int = 0, padding_slot: int = 0) -> Batch:
@@ -43,17 +45,19 @@ class BatchBuffer:
         size = sum(counts) + padding
         fields = self._fields(size)
         outputs = self.host[FIELDS * size :]
-        end = sampled = 0
+        end = sampled = generated = 0
         for row, count in zip(rows, counts, strict=True):
             _write(fields[:, end : end + count], row)
             end += count
+            if count <= SHORT:
+                generated = end  # and what comes before it, for safety
             if row.sample:
                 outputs[sampled] = end - 1
                 sampled += 1
         fields[:, end:] = [[0], [padding_slot], [0], [0], [1]]
         outputs[sampled : sampled + padding] = np.arange(end, size)
         sampled += padding
-        batch = self.views(size, sampled)
+        batch = self.views(size, sampled, size if padding else generated)
         self.ops.upload(self.device, self.host[: FIELDS * size + sampled])
         return batch
 

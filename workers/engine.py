@@ -277,6 +277,7 @@ def open_engine(
             board.heartbeat_address(rank) if board else 0,
             board.abort_address if board else 0,
             mine.device,
+            plan.choices,
         )
         engine = Engine(plan, ops, gguf, rank, is_dummy)
         try:

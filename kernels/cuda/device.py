@@ -16,11 +16,15 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.api import driver
+from cupy_backends.cuda.libs import cublas
 
 MALLOC_FAILED = 2  # cudaErrorMemoryAllocation
 TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_WITHOUT_ASKING = 48 << 10
+# Of cuBLAS: half and float32 values, sums in float32, the library's own choice of kernel.
+HALF, SINGLE, SUMS_IN_SINGLE, ANY_KERNEL = 2, 0, 68, -1
+AS_IT_IS, TRANSPOSED = 0, 1
 
 
 class Memory:
@@ -90,6 +94,7 @@ class Device:
         self.total_bytes: int = facts["totalGlobalMem"]
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules: list[Any] = []
+        self._cublas = 0
 
     # --- memory -------------------------------------------------------------------------------
     def allocate(self, nbytes: int, purpose: str) -> Memory:
@@ -134,6 +139,29 @@ class Device:
 
     def synchronize(self) -> None:
         self.stream.synchronize()
+
+    def product(
+        self, weight: int, x: int, out: int, shape: tuple[int, int, int], factor: float, adds: bool
+    ) -> None:
+        """out [T, N] = factor * x [T, K] @ weight[N, K].T, shape (T, N, K); halves to float32."""
+        if not self._cublas:
+            self._cublas = cublas.create()
+            cublas.setStream(self._cublas, self.stream.ptr)
+        tokens, rows, columns = shape
+        alpha, beta = np.array([factor], np.float32), np.array([float(adds)], np.float32)
+        cublas.gemmEx(
+            self._cublas,
+            TRANSPOSED,
+            AS_IT_IS,
+            *(rows, tokens, columns),
+            alpha.ctypes.data,
+            *(weight, HALF, columns),
+            *(x, HALF, columns),
+            beta.ctypes.data,
+            *(out, SINGLE, rows),
+            SUMS_IN_SINGLE,
+            ANY_KERNEL,
+        )
 
     # --- code ---------------------------------------------------------------------------------
     def function(self, code: bytes, name: str) -> Function:

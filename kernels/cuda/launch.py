@@ -126,5 +126,11 @@ class Launcher(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         """Persistent and zeroed; not while a step is captured."""
 
+    def product(
+        self, weight: DeviceArray, x: DeviceArray, out: DeviceArray, factor: float, adds: bool
+    ) -> None:
+        """out [T, N] = factor * x [T, K] @ weight[N, K].T (adds: added to out), by the library;
+        halves as uint16, float32 sums."""
+
     def constant(self, values: np.ndarray) -> DeviceArray:
         """Small host values on the device, for ever; equal ones are kept once. Also in capture."""

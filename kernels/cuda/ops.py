@@ -6,8 +6,9 @@ model, and of a batch only where its arrays are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from voltapile.kernels.cuda import attention, dummy, matmul, rows, sampling
 from voltapile.kernels.cuda.device import Device, Lane
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
 from voltapile.kernels.cuda.loader import Loader
+from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
 from voltapile.kernels.cuda.memory import Blocks, Ring, Scratch, Uploader
 from voltapile.kernels.ops import Batch, SlotState, StepOutput
 from voltapile.shm.formats import format_of, row_bytes
@@ -39,16 +41,28 @@ class CudaGraph:
 class CudaOps:
     """See kernels/ops.py for the meaning of every method.
 
-    number: of the GPU. ptx: a folder of PTX to run instead of code for this card.
+    number: of the GPU. choices: a Plan's. ptx: a folder of PTX to run instead of this card's code.
     """
 
     name = "cuda"
     captures = True
 
-    def __init__(self, number: int, scratch_bytes: int, ptx: Path | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        scratch_bytes: int,
+        ptx: Path | None = None,
+        choices: Mapping[str, str] | None = None,
+    ) -> None:
         self.device = Device(number)
         self._loader = Loader(self.device, ptx)
         self.multiprocessors, self.arch = self.device.multiprocessors, self._loader.arch
+        found = choices or {}
+        self._policy = Policy(
+            fused_from=int(found.get("fused_from", FUSED_FROM)),
+            library_from=int(found.get("library_from", LIBRARY_FROM)),
+        )
+        self._step = (-1, 0)  # tokens of the step that began, and how many of them are generated
         self._scratch = Scratch(self.device, scratch_bytes)
         self._weights, self._uploader = Blocks(self.device, "weights"), Uploader(self.device)
         self._arrays = Blocks(self.device, "caches and slots")
@@ -83,6 +97,16 @@ class CudaOps:
             array = DeviceArray(memory.ptr + start, values.shape, values.dtype, memory)
             self._constants[key] = array
         return self._constants[key]
+
+    def product(
+        self, weight: DeviceArray, x: DeviceArray, out: DeviceArray, factor: float, adds: bool
+    ) -> None:
+        (rows, columns), tokens = weight.shape, len(x)
+        assert x.shape == (tokens, columns), (x, weight)
+        assert out.shape == (tokens, rows), (out, weight)
+        if not self._loader.is_rehearsing:
+            shape = tokens, rows, columns
+            self.device.product(weight.ptr, x.ptr, out.ptr, shape, factor, adds)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         nbytes = DeviceArray(0, shape, dtype).nbytes
@@ -139,6 +163,7 @@ class CudaOps:
 
     def reset_scratch(self) -> None:
         self._scratch.reset()
+        self._step = (-1, 0)
 
     def upload(self, target: DeviceArray, values: np.ndarray) -> None:
         values = np.ascontiguousarray(values, target.dtype)
@@ -168,6 +193,7 @@ class CudaOps:
 
     # --- the ends of a step -------------------------------------------------------------------
     def begin(self, batch: Batch, state: SlotState) -> None:
+        self._step = len(batch.tokens), batch.generated
         sampling.begin(self, batch, state)
 
     def sample(self, logits: DeviceArray, batch: Batch, state: SlotState, out: StepOutput) -> None:
@@ -193,7 +219,7 @@ class CudaOps:
         bias: CudaWeight | None = None,
         add_to: DeviceArray | None = None,
     ) -> DeviceArray:
-        return matmul.linear(self, x, weight, bias, add_to)
+        return matmul.linear(self, x, weight, bias, add_to, self._policy_for(x))
 
     def linears(
         self,
@@ -201,7 +227,7 @@ class CudaOps:
         weights: Sequence[CudaWeight],
         biases: Sequence[CudaWeight | None],
     ) -> tuple[DeviceArray, ...]:
-        return matmul.linears(self, x, weights, biases)
+        return matmul.linears(self, x, weights, biases, self._policy_for(x))
 
     def glu(
         self,
@@ -212,7 +238,8 @@ class CudaOps:
         gate_bias: CudaWeight | None = None,
         up_bias: CudaWeight | None = None,
     ) -> DeviceArray:
-        return matmul.glu(self, x, gate, up, activation, gate_bias, up_bias)
+        policy = self._policy_for(x)
+        return matmul.glu(self, x, gate, up, activation, gate_bias, up_bias, policy)
 
     def rope_angles(
         self, positions: DeviceArray, inv_freq: np.ndarray, scale: float
@@ -248,6 +275,16 @@ class CudaOps:
         if not self._loader.is_rehearsing:
             self.device.copy(out.ptr, x.ptr, x.nbytes)
         return out
+
+    def _policy_for(self, x: DeviceArray) -> Policy:
+        """Only prompt rows may take the product of many rows. What has not as many rows as the
+        step has tokens is its sampled rows, and takes none."""
+        tokens, generated = self._step
+        if tokens < 0:  # no step began: probabilities of a prompt
+            return self._policy
+        if len(x) != tokens:
+            return EVERY_ROW_ALONE
+        return replace(self._policy, generated=generated)
 
 
 def _bytes_of(values: np.ndarray) -> np.ndarray:
