@@ -46,7 +46,8 @@ __device__ int tokens_of_item(const int* slots, const int* positions, int t, int
 }
 
 // Probabilities of this warp's scores for the row tiles it shares in, and the sums of all rows.
-__device__ __forceinline__ void soften(Shared& sh, Square (&s)[MINE], Running (&running)[ROW_TILES][2],
+__device__ __forceinline__ void soften(Shared& sh, Square (&s)[MINE],
+                                       Running (&running)[ROW_TILES][2],
                                        float (&alpha)[ROW_TILES][2], float (&sum)[MINE][2],
                                        int tiles, int group, int share, int lane) {
 #pragma unroll
@@ -244,7 +245,8 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
       for (int i = 0; i < 2; ++i) {
         const int row = 16 * (j * SHARES + share) + Mma::row(lane, i);
         if (row >= 16 * tiles) break;
-        finish_scores(s[j], i, p + 16 * group, sh.low[row], sh.high[row], sh.factor[row], cap, lane);
+        finish_scores(s[j], i, p + 16 * group, sh.low[row], sh.high[row], sh.factor[row], cap,
+                      lane);
         const float larger = row_max(largest(s[j], i));
         if (Mma::pair(lane) == 0) sh.most[group][row] = larger;
       }

@@ -1,18 +1,15 @@
 // Attention of many rows: a block takes some rows (query heads of one KV head times neighbouring
 // tokens of a prompt) through all positions that they see. Each warp owns its rows; queries wait in
-// shared memory, scores become probabilities in registers. Where tensor
-// cores truncate, a tile's products are summed afresh and added in fp32. Rows do not know each other, so a prompt may be cut anywhere.
+// shared memory, scores become probabilities in registers. Where tensor cores truncate, a tile's
+// products are summed afresh and added in fp32. Rows do not know each other, so a prompt may be cut
+// anywhere.
 // -D HEAD_DIM, KIND
 #include "attention_tile.cuh"
 
 namespace voltapile {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 constexpr int ROW_TILES = IS_ASYNC && DIM <= 128 ? 2 : 1;  // of a warp
-constexpr int WARPS = 8 / ROW_TILES;
-#else
-constexpr int ROW_TILES = 1, WARPS = 4;
-#endif
+constexpr int WARPS = VP_ARCH >= 800 ? 8 / ROW_TILES : 4;
 constexpr int THREADS = 32 * WARPS, ROWS = 16 * ROW_TILES * WARPS;
 constexpr int COLUMNS = DIM / 16, GROUPS = TILE / 16;
 constexpr int STAGES = IS_ASYNC ? 2 : 1;
@@ -54,7 +51,7 @@ __device__ __forceinline__ void stage_rows(Shared& sh, const float* q, const int
     const int m = warp + i * WARPS, r = first + m;
     half_bits* to = sh.q + m * PITCH;
     if (m < rows) {
-      const long long at = static_cast<long long>(begin + r / members) * num_heads + own[r % members];
+      const long long token = begin + r / members, at = token * num_heads + own[r % members];
       const float power = stage_query<DIM>(q + at * dim, dim, to, lane);
       if (lane == 0) sh.factor[m] = power * scale;
     } else {
@@ -105,7 +102,8 @@ __device__ __forceinline__ void soften(const Shared& sh, Square (&s)[GROUPS][ROW
     }
 }
 
-__device__ __forceinline__ void add_values(const Square (&s)[GROUPS][ROW_TILES], const half_bits* values,
+__device__ __forceinline__ void add_values(const Square (&s)[GROUPS][ROW_TILES],
+                                           const half_bits* values,
                                            Square (&out)[ROW_TILES][COLUMNS],
                                            const float (&alpha)[ROW_TILES][2], int lane) {
   Mma::A p[GROUPS][ROW_TILES];
@@ -136,7 +134,8 @@ __device__ __forceinline__ void add_values(const Square (&s)[GROUPS][ROW_TILES],
   }
 }
 
-__device__ __forceinline__ void write_rows(const Shared& sh, const Square (&out)[ROW_TILES][COLUMNS],
+__device__ __forceinline__ void write_rows(const Shared& sh,
+                                           const Square (&out)[ROW_TILES][COLUMNS],
                                            const float (&sum)[ROW_TILES][2], float* y, int dim,
                                            int warp, int lane) {
 #pragma unroll

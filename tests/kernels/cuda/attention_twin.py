@@ -1,0 +1,181 @@
+"""Attention in float64 numpy over what lies in a cache's pages, and worlds to compare it in.
+
+Used by test_attention_maps.py (the sources on the CPU) and tests/gpu/test_attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from voltapile.kernels.cuda import attention as launcher
+from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.ops import Batch
+
+PAGE = 64
+HALF = 2.0**-11  # relative rounding of halves
+Put = Callable[[np.ndarray], DeviceArray]
+
+
+@dataclass
+class Case:
+    """runs: (slot, first position, tokens); what lies before the first position is stored too."""
+
+    runs: list[tuple[int, int, int]]
+    dim: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    value_dim: int = 0
+    types: tuple[str, str] = ("f16", "f16")
+    head_map: list[int] = field(default_factory=list)
+    window: int = 0
+    softcap: float = 0.0
+    seed: int = 0
+    sharpness: float = 2.0  # deviation of the scores
+    outputs: int = -1  # sampled rows; -1: the last of each run
+
+    def __post_init__(self) -> None:
+        self.value_dim = self.value_dim or self.dim
+        if not self.head_map:
+            self.head_map = [h * self.kv_heads // self.heads for h in range(self.heads)]
+
+    @property
+    def scale(self) -> float:
+        return self.sharpness / self.dim**0.5
+
+
+class World:
+    """A cache with the positions of a case in it, and its step's tokens."""
+
+    def __init__(self, ops: Any, put: Put, case: Case) -> None:
+        self.ops, self.put, self.case = ops, put, case
+        rng = np.random.default_rng(case.seed)
+        slots = max(slot for slot, _, _ in case.runs) + 1
+        length = {slot: start + count for slot, start, count in case.runs}
+        self.width = -(-max(length.values()) // PAGE) + 1
+        pages = slots * self.width + 1
+        self.table = (1 + rng.permutation(slots * self.width)).astype(np.int32)
+        self.table = self.table.reshape(slots, self.width)
+        self.cache = launcher.kv_cache(
+            ops, pages, case.kv_heads, PAGE, case.dim, case.value_dim, *case.types
+        )
+        for part in launcher.page_parts(self.cache):  # whatever others left there: NaNs
+            ops.upload(part, np.full(part.shape, 0xFF, np.uint8))
+        self.device_table = put(self.table)
+        everything = [(slot, p) for slot, n in sorted(length.items()) for p in range(n)]
+        shape = len(everything), case.kv_heads
+        self.k = rng.standard_normal((*shape, case.dim), np.float32)
+        self.v = rng.standard_normal((*shape, case.value_dim), np.float32)
+        self.places = everything
+        self.store(self.k, self.v, everything)
+        tokens = [(slot, start + i) for slot, start, n in case.runs for i in range(n)]
+        self.tokens = tokens
+        self.q = rng.standard_normal((len(tokens), case.heads, case.dim), np.float32)
+
+    def batch(self, tokens: list[tuple[int, int]], outputs: int) -> Batch:
+        pairs = np.array(tokens, np.int32).reshape(-1, 2)
+        slots, positions = self.put(pairs[:, 0].copy()), self.put(pairs[:, 1].copy())
+        nothing = self.put(np.zeros(len(tokens), np.int32))
+        return Batch(
+            tokens=nothing,
+            slots=slots,
+            positions=positions,
+            rope_positions=positions,
+            continues=nothing,
+            outputs=self.put(np.zeros(outputs, np.int32)),
+            pages=(self.device_table,),
+        )
+
+    def store(self, k: np.ndarray, v: np.ndarray, tokens: list[tuple[int, int]]) -> None:
+        batch = self.batch(tokens, 1)
+        launcher.store_kv(self.ops, self.cache, self.put(k), self.put(v), batch, 0)
+
+    def run(
+        self, first: int = 0, last: int | None = None, outputs: int | None = None
+    ) -> np.ndarray:
+        """[tokens, H, value_dim] for some of the step's tokens."""
+        last = len(self.tokens) if last is None else last
+        case = self.case
+        if outputs is None:
+            outputs = case.outputs if case.outputs >= 0 else len(case.runs)
+        y = launcher.attention(
+            self.ops,
+            self.put(self.q[first:last]),
+            self.cache,
+            self.batch(self.tokens[first:last], outputs),
+            0,
+            case.head_map,
+            case.scale,
+            case.window,
+            case.softcap,
+        )
+        return self.ops.to_host(y).reshape(last - first, case.heads, case.value_dim)
+
+    def stored(self) -> tuple[np.ndarray, np.ndarray]:
+        """float64 keys and values [pages, KV heads, 64, dim]."""
+        return tuple(  # type: ignore[return-value]
+            decode(self.ops.to_host(part), kind, self.case.kv_heads, dim)
+            for part, kind, dim in zip(
+                launcher.page_parts(self.cache),
+                self.case.types,
+                (self.case.dim, self.case.value_dim),
+                strict=True,
+            )
+        )
+
+    def expected(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The twin's [H, value_dim] of a token of the step, and how far off a kernel may be.
+
+        Halves round q (and dequantised k): independent errors of the products in a score, four
+        deviations; probabilities and dequantised v round by HALF each.
+        """
+        keys, values = self.stored_once()
+        slot, position = self.tokens[index]
+        case = self.case
+        first = max(0, position + 1 - case.window) if case.window else 0
+        seen = np.arange(first, position + 1)
+        pages = self.table[slot, seen // PAGE]
+        out = np.zeros((case.heads, case.value_dim))
+        allowed = np.zeros_like(out)
+        for h, kv in enumerate(case.head_map):
+            k, v = keys[pages, kv, seen % PAGE], values[pages, kv, seen % PAGE]
+            products = k * self.q[index, h].astype(np.float64) * case.scale
+            scores = products.sum(-1)
+            error = 4 * HALF * np.sqrt(2 * (products**2).sum(-1)).max() + 1e-5
+            if case.softcap:
+                scores = case.softcap * np.tanh(scores / case.softcap)
+            p = np.exp(scores - scores.max())
+            p /= p.sum()
+            out[h] = p @ v
+            allowed[h] = (2 * error + 2 * HALF) * (p @ np.abs(v)) + 1e-6
+        return out, allowed
+
+    def stored_once(self) -> tuple[np.ndarray, np.ndarray]:
+        if not hasattr(self, "_stored"):
+            self._stored = self.stored()
+        return self._stored
+
+    def check(self, y: np.ndarray, first: int = 0, every: int = 1) -> None:
+        for i in range(0, len(y), every):
+            out, allowed = self.expected(first + i)
+            worst = (np.abs(y[i] - out) / allowed).max()
+            assert worst <= 1, f"token {self.tokens[first + i]}: {worst:.3g} times what may be"
+
+
+def decode(raw: np.ndarray, kind: str, kv_heads: int, dim: int) -> np.ndarray:
+    """float64 [pages, KV heads, 64, dim] of a cache's bytes; NaN where nothing was stored."""
+    heads = raw.reshape(len(raw), kv_heads, -1)
+    shape = *heads.shape[:2], PAGE
+    if kind == "f16":
+        return heads.view(np.float16).astype(np.float64).reshape(*shape, dim)
+    bits = 8 if kind == "q8_0" else 4
+    data = heads[..., : PAGE * dim * bits // 8]
+    scales = heads[..., PAGE * dim * bits // 8 :].copy().view(np.float16).astype(np.float64)
+    if kind == "q8_0":
+        numbers = data.view(np.int8).reshape(*shape, dim // 32, 32).astype(np.float64)
+    else:
+        pairs = data.reshape(*shape, dim // 32, 16)
+        numbers = np.concatenate([pairs & 15, pairs >> 4], -1).astype(np.float64) - 8
+    return (numbers * scales.reshape(*shape, dim // 32, 1)).reshape(*shape, dim)

@@ -1,0 +1,137 @@
+"""Attention's own sources, run on the CPU for three architectures, against float64 numpy.
+
+Proves register maps, shared memory, page walks, masks and the order of pieces; not the compiler's
+machine code, speed, or Volta's truncating sums (tests/gpu runs the same comparison on a device).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from voltapile.kernels.cuda.compile import source_of
+from voltapile.kernels.cuda.launch import DeviceArray, Instance
+
+HERE = Path(__file__).parent
+
+
+def load(name: str) -> ModuleType:
+    """A module beside this one."""
+    spec = importlib.util.spec_from_file_location(f"cuda_tests_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+emulation, twin = load("emulation"), load("attention_twin")
+Case, World = twin.Case, twin.World
+HEADERS = [HERE / "emulate.h", HERE / "emulate_attention.h"]
+
+pytestmark = pytest.mark.skipif(not emulation.has_compiler(), reason="no g++ here")
+
+
+class Emulated(emulation.EmulatedOps):  # type: ignore[misc, name-defined]
+    """Knows the votes and matrix loads of attention as well."""
+
+    def _library(self, instance: Instance) -> ctypes.CDLL:
+        lines = [f'#include "{header}"' for header in HEADERS]
+        lines.append(source_of(instance.file))
+        lines.append('extern "C" int launch(int x, int y, int threads, int shared, void** args) {')
+        lines.append(
+            f"return emulation::launch({instance.function}, x, y, threads, shared, args);}}"
+        )
+        defines = [f"-D{key}={value}" for key, value in instance.defines]
+        defines.append(f"-DVP_ARCH={10 * self.arch}")
+        text = "\n".join([*lines, *(header.read_text() for header in HEADERS), *defines])
+        path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+        if not path.exists():
+            path.with_suffix(".cpp").write_text("\n".join(lines))
+            command = ["g++", *emulation.FLAGS, *defines, str(path.with_suffix(".cpp"))]
+            subprocess.run([*command, "-o", str(path)], check=True)
+        return ctypes.CDLL(str(path))
+
+    def upload(self, target: DeviceArray, values: np.ndarray) -> None:
+        raw = np.ascontiguousarray(values)
+        ctypes.memmove(target.ptr, raw.ctypes.data, raw.nbytes)
+
+
+@pytest.fixture(scope="module")
+def ops_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+    folder = tmp_path_factory.mktemp("emulated")
+    shared = {70: 96 << 10, 75: 64 << 10, 80: 160 << 10}
+    return lambda arch: Emulated(arch, folder, shared[arch])
+
+
+ARCHS = [70, pytest.param(75, marks=pytest.mark.slow), 80]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_generated_rows(ops_for: Callable[[int], Any], arch: int) -> None:
+    """Several pieces, a verify run across a page's end, bits alone and in company."""
+    ops = ops_for(arch)
+    world = World(ops, ops.array, Case([(0, 126, 4), (1, 5, 1)]))
+    together = world.run()
+    world.check(together)
+    for i in (0, 3, 4):
+        alone = world.run(i, i + 1, 1)
+        np.testing.assert_array_equal(alone[0], together[i])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_prompt_rows(ops_for: Callable[[int], Any], arch: int) -> None:
+    """A mixed step: two prompts of which one goes on, a generated row between them."""
+    ops = ops_for(arch)
+    runs = [(0, 0, 33), (2, 70, 1), (1, 64, 40)]
+    world = World(ops, ops.array, Case(runs, heads=3, kv_heads=1))
+    together = world.run()
+    world.check(together)
+    np.testing.assert_array_equal(world.run(33, 34, 1)[0], together[33])
+
+
+WIDTHS = [
+    {"dim": 80, "heads": 2, "kv_heads": 2},
+    {"dim": 96, "heads": 12, "kv_heads": 1},
+    {"dim": 128, "heads": 8, "kv_heads": 1, "types": ("q8_0", "q8_0")},
+    {"dim": 256, "heads": 6, "kv_heads": 1},
+    {"dim": 40, "value_dim": 24, "heads": 3, "kv_heads": 3},
+    {"dim": 64, "heads": 2, "kv_heads": 1, "types": ("q8_0", "q4_0")},
+    {"dim": 160, "heads": 2, "kv_heads": 1, "types": ("q4_0", "f16")},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+def test_widths_and_types(ops_for: Callable[[int], Any], arch: int, width: dict[str, Any]) -> None:
+    world = World(ops_for(arch), ops_for(arch).array, Case([(0, 66, 2), (1, 0, 12)], **width))
+    world.check(world.run())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"window": 40},
+        {"window": 100, "softcap": 5.0},
+        {"head_map": [1, 0, 1, 2, 1], "heads": 5, "kv_heads": 4},
+        {"softcap": 3.0, "sharpness": 20.0},
+    ],
+    ids=str,
+)
+def test_windows_caps_and_head_maps(ops_for: Callable[[int], Any], more: dict[str, Any]) -> None:
+    ops = ops_for(80)
+    world = World(ops, ops.array, Case([(1, 190, 2), (0, 0, 14), (2, 60, 10)], **more))
+    together = world.run()
+    world.check(together)
+    np.testing.assert_array_equal(world.run(1, 2, 1)[0], together[1])
