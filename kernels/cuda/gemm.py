@@ -104,7 +104,7 @@ def sums(ops: Launcher, x: Halves, weight: CudaWeight, is_fused: bool) -> Device
 def finish(
     ops: Launcher,
     made: DeviceArray,
-    x: Halves,
+    scales: DeviceArray,
     out: DeviceArray,
     bias: CudaWeight | None,
     epilogue: int,
@@ -112,7 +112,7 @@ def finish(
     up_bias: CudaWeight | None = None,
 ) -> None:
     tokens, rows = out.shape
-    pointers = [array.ptr if array is not None else 0 for array in (up, x.scales, bias, up_bias)]
+    pointers = [array.ptr if array is not None else 0 for array in (up, scales, bias, up_bias)]
     ops.kernel(FINISH)(
         (-(-rows // 256), tokens),
         256,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -94,7 +95,8 @@ class EmulatedOps:
         return np.frombuffer(raw, x.dtype).reshape(x.shape).copy()
 
     def _library(self, instance: Instance) -> ctypes.CDLL:
-        source = f'#include "{HEADER}"\n{source_of(instance.file)}\n' + (
+        text = re.sub(r"(?<!extern )__shared__", "static", source_of(instance.file))
+        source = f'#include "{HEADER}"\n{text}\n' + (
             'extern "C" int launch(int x, int y, int threads, int shared, void** args) {\n'
             f"  return emulation::launch({instance.function}, x, y, threads, shared, args);\n}}\n"
         )
@@ -103,9 +105,9 @@ class EmulatedOps:
         key = hashlib.sha256((source + HEADER.read_text() + str(defines)).encode()).hexdigest()[:24]
         path = self._folder / f"{key}.so"
         if not path.exists():
-            text = self._folder / f"{key}.cpp"
-            text.write_text(source)
-            subprocess.run(["g++", *FLAGS, *defines, str(text), "-o", str(path)], check=True)
+            file = self._folder / f"{key}.cpp"
+            file.write_text(source)
+            subprocess.run(["g++", *FLAGS, *defines, str(file), "-o", str(path)], check=True)
         return ctypes.CDLL(str(path))
 
 
