@@ -259,7 +259,8 @@ class World:
 
     def run(self, limit: int = 10_000) -> None:
         for _ in range(limit):
-            self.send()
+            while self.send():
+                pass
             if not (self.work() or self.receive()):
                 break
             self.receive()
@@ -545,6 +546,21 @@ def test_the_last_token_of_an_answer_is_not_computed() -> None:
     assert turn.cached == 64
 
 
+def test_a_stop_token_at_the_end_of_a_block_is_not_computed() -> None:
+    """A Step in flight asks for it, but the worker knows that it is the last."""
+    for seed in range(100):
+        tokens, _ = alone(prompt_of(60), Sampling(seed=seed, max_position=200), 512)
+        if tokens.index(tokens[67]) == 67:
+            break
+    world = World(make_plan(context=512, pages=(200,), steps_in_flight=3))
+    first = world.add(prompt_of(60), seed=seed, stop_ids=[tokens[67]], max_position=200)
+    world.run()
+    assert (len(first.known), world.finish[first.id]) == (128, "stop")
+    turn = world.add([*first.known, 5], max_position=140)
+    world.run()
+    assert turn.cached == 64
+
+
 def test_prompts_that_come_together_are_computed_once() -> None:
     world = World(make_plan(context=512, slots=4, pages=(300,), batch_tokens=100))
     for seed in range(4):
@@ -705,7 +721,7 @@ def test_what_a_failed_request_has_computed_is_not_kept() -> None:
     world.model.poison = -1
     again = world.add(prompt, max_position=160)
     world.run()
-    assert again.cached == 0
+    assert (again.cached, again.is_retried) == (0, False)
     assert world.finish[again.id] == "length"
 
 
@@ -756,6 +772,16 @@ def test_who_kills_the_worker_twice_ends_and_others_go_on(count: int) -> None:
     killed_by(world, {VOCAB}, 2 * count)
     assert {world.finish[request.id] for request in good} == {"length"}
     assert {world.finish[request.id] for request in bad} == {"crash"}
+
+
+def test_suspects_are_told_apart_by_running_one_at_a_time() -> None:
+    world = World(make_plan(context=256, slots=6, pages=(400,)))
+    good = [world.add(prompt_of(5, seed=i), max_position=50) for i in range(3)]
+    bad = world.add([VOCAB], max_position=50)
+    good += [world.add(prompt_of(5, seed=i), max_position=50) for i in range(3, 5)]
+    killed_by(world, {VOCAB}, 2)
+    assert {world.finish[request.id] for request in good} == {"length"}
+    assert world.finish[bad.id] == "crash"
 
 
 def test_a_worker_that_dies_now_and_then_ends_nobody() -> None:
