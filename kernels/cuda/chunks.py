@@ -1,4 +1,4 @@
-"""How the matrix kernels cut rows of each format: the sizes of csrc/unpack*.cuh and matmul_chunk.cuh.
+"""How matrix kernels cut rows of each format: the sizes in csrc/unpack*.cuh and matmul_chunk.cuh.
 
 A chunk is what one warp takes of 16 rows at once. Tests compare these numbers with the sources'.
 """
@@ -17,8 +17,8 @@ SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 @dataclass(frozen=True)
 class Chunk:
     """groups: of 32 columns. align: divides the address of every block. scales: runs of a group
-    with a scale of their own, 0: none. x_planes: halves of an activation. span: groups that share bytes, so that a
-    thread unpacks them together."""
+    with a scale of their own, 0: none. x_planes: halves of an activation. span: groups that
+    share bytes, so that a thread unpacks them together."""
 
     name: str
     groups: int = 8

@@ -8,6 +8,7 @@ every instance anywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -122,6 +123,9 @@ class Launcher(Protocol):
 
     def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
         """Uninitialised, until the enclosing scope ends or the step does."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Scratch arrays made inside are free again at its end."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         """Persistent and zeroed; not while a step is captured."""

@@ -20,8 +20,8 @@ ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU}
 TILES = 2  # of 16 rows, in a block
 MATRICES = 3  # of one launch
 # Prompt rows of a step from which on they take the product of many rows: the fused one, or the
-# library's; 0 is never. Not measured: arithmetic for an H200. The engine reads all weights for every
-# 32 rows (2 to 3 ms for an 8B in Q4_K_M); unpacking them once, writing and reading halves is 10 ms.
+# library's; 0 is never. Not measured: arithmetic for an H200. The engine reads all weights for
+# every 32 rows (2 to 3 ms for an 8B in Q4_K_M); unpacking them and reading halves takes 10 ms.
 FUSED_FROM, LIBRARY_FROM = 0, 96
 
 # Formats that files mix in one layer; a launch takes both.
