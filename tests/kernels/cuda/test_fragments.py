@@ -1,0 +1,246 @@
+"""Matrix kernels on the CPU: their own source and launchers through emulate.h, against float64 numpy.
+
+It proves the order of unpacking, the permutation of columns, the register maps of the three tensor
+cores, the sizes of shared memory and the deals of launches; not the machine code, its truncating
+accumulator or its timing. `slow` runs every format on every architecture.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from voltapile.kernels.cuda import matmul
+from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
+from voltapile.kernels.cuda.compile import source_of
+from voltapile.kernels.cuda.matmul import Policy
+
+from ..test_matmul import activation_of, activations, random_raw, values_of
+from .emulation import FLAGS, HEADER, EmulatedOps, has_compiler
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
+
+ARCHS = (70, 75, 80)
+FEW = [("Q4_K", 70), ("Q6_K", 70), ("Q8_0", 70), ("F16", 70), ("Q4_K", 80), ("Q6_K", 75)]
+ALL = [(name, arch) for arch in ARCHS for name in CHUNKS]
+FLOATS = ("F32", "F16", "BF16")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulation")
+
+
+def ops_of(arch: int, folder: Path) -> EmulatedOps:
+    return EmulatedOps(arch, folder, max_shared(arch))
+
+
+def tolerance(x: np.ndarray, weights: np.ndarray, name: str, is_many: bool = False) -> np.ndarray:
+    """An activation is off by 2^-11 of itself, or 2^-39 of its row's largest; a weight as a half by
+    as much again; sums in float32 by 2^-24 for each of at most 64 + K / 32 roundings. What is not
+    quantised keeps two halves: 2^-21."""
+    x = np.abs(x.astype(np.float64))
+    size = x @ np.abs(weights).T
+    half = 2.0**-21 if name in FLOATS else 2.0**-11 * (2 if is_many else 1)
+    floor = x.max(1, keepdims=True) * np.abs(weights).sum(1) * 2.0**-39
+    tiny = x.sum(1, keepdims=True) * 2.0**-25 if is_many else 0  # denormal halves of weights
+    return size * (half + (64 + x.shape[1] / 32) * 2.0**-24) + floor + tiny + 1e-37
+
+
+def product(
+    ops: EmulatedOps, raw: np.ndarray, name: str, rows: int, x: np.ndarray, policy: Policy
+) -> np.ndarray:
+    weight = ops.weight(raw, name, (rows, x.shape[1]))
+    return ops.to_host(matmul.linear(ops, ops.array(x), weight, policy=policy))
+
+
+def check(name: str, arch: int, folder: Path) -> None:
+    ops = ops_of(arch, folder)
+    odd = 288 if name in FLOATS or CHUNKS[name].bytes % 8 == 0 and name[-2:] != "_K" else 512
+    odd = 512 if CHUNKS[name].is_expanded or name == "IQ4_XS" else odd
+    for rows, cols, tokens in ((37, 768, 1), (33, odd, 9)):
+        raw, x = random_raw(name, rows, cols), activations(tokens, cols)
+        weights = values_of(raw, name, rows)
+        want = x.astype(np.float64) @ weights.T
+        got = product(ops, raw, name, rows, x, matmul.EVERY_ROW_ALONE)
+        assert (np.abs(got - want) <= tolerance(x, weights, name)).all(), (rows, cols, tokens)
+
+
+@pytest.mark.parametrize(("name", "arch"), FEW)
+def test_some_formats(name: str, arch: int, folder: Path) -> None:
+    check(name, arch, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arch"), ALL)
+def test_every_format(name: str, arch: int, folder: Path) -> None:
+    check(name, arch, folder)
+
+
+def many_rows(name: str, arch: int, folder: Path) -> None:
+    ops = ops_of(arch, folder)
+    raw, x = random_raw(name, 150, 512), activations(70, 512)
+    weights = values_of(raw, name, 150)
+    want = x.astype(np.float64) @ weights.T
+    for policy in (Policy(fused_from=1), Policy(generated=3, library_from=1)):
+        got = product(ops, raw, name, 150, x, policy)
+        assert (np.abs(got - want) <= tolerance(x, weights, name, True)).all(), policy
+
+
+@pytest.mark.parametrize(("name", "arch"), [("Q4_K", 70), ("Q6_K", 80)])
+def test_many_rows_of_some_formats(name: str, arch: int, folder: Path) -> None:
+    many_rows(name, arch, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arch"), ALL)
+def test_many_rows_of_every_format(name: str, arch: int, folder: Path) -> None:
+    many_rows(name, arch, folder)
+
+
+@pytest.mark.parametrize("arch", [70, 80])
+def test_a_row_has_the_same_bits_in_any_company(arch: int, folder: Path) -> None:
+    ops = ops_of(arch, folder)
+    raw, x = random_raw("Q4_K", 35, 768), activations(19, 768)
+    weight = ops.weight(raw, "Q4_K", (35, 768))
+    other = ops.weight(random_raw("Q6_K", 20, 768), "Q6_K", (20, 768))
+    alone = np.concatenate(
+        [ops.to_host(matmul.linear(ops, ops.array(row), weight)) for row in x[:, None]]
+    )
+    for tokens in (2, 3, 5, 8, 9, 19):
+        some = ops.array(x[-tokens:])
+        np.testing.assert_array_equal(
+            ops.to_host(matmul.linear(ops, some, weight)), alone[-tokens:]
+        )
+        beside = matmul.linears(ops, some, (other, weight, weight), (None, None, None))
+        np.testing.assert_array_equal(ops.to_host(beside[1]), alone[-tokens:])
+        np.testing.assert_array_equal(ops.to_host(beside[2]), alone[-tokens:])
+    generated = Policy(generated=5, library_from=1)
+    mixed = ops.to_host(matmul.linear(ops, ops.array(x), weight, policy=generated))
+    np.testing.assert_array_equal(mixed[:5], alone[:5])
+
+
+def test_matrices_of_two_formats_share_a_launch(folder: Path) -> None:
+    ops = ops_of(80, folder)
+    x = activations(3, 768)
+    names = ("Q4_K", "Q4_K", "Q6_K")
+    raws = [random_raw(name, rows, 768) for name, rows in zip(names, (70, 33, 20), strict=True)]
+    weights = [
+        ops.weight(r, n, (len(values_of(r, n, 1)[0]) // 768, 768)) for r, n in zip(raws, names)
+    ]
+    outs = matmul.linears(ops, ops.array(x), weights, [None] * 3)
+    assert len(ops.launched) == 1
+    for raw, name, out in zip(raws, names, outs, strict=True):
+        got = ops.to_host(out)
+        values = values_of(raw, name, got.shape[1])
+        error = np.abs(got - x.astype(np.float64) @ values.T)
+        assert (error <= tolerance(x, values, name)).all()
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy(library_from=1)], ids=["rows", "library"])
+@pytest.mark.parametrize("up_name", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_glu(kind: str, up_name: str, policy: Policy, folder: Path) -> None:
+    ops = ops_of(80, folder)
+    rows, cols, tokens = 37, 256, 5
+    gate, up = random_raw("Q4_K", rows, cols, 5), random_raw(up_name, rows, cols, 6)
+    biases = np.random.default_rng(7).standard_normal((2, rows)).astype(np.float32)
+    x = activations(tokens, cols, 8) / 1000
+    vectors = [ops.weight(b.view(np.uint8), "F32", b.shape) for b in biases]
+    got = ops.to_host(
+        matmul.glu(
+            ops, ops.array(x), ops.weight(gate, "Q4_K", (rows, cols)),
+            ops.weight(up, up_name, (rows, cols)), kind, *vectors, policy=policy,
+        )
+    )  # fmt: skip
+    gates, ups = values_of(gate, "Q4_K", rows), values_of(up, up_name, rows)
+    g, u = (x.astype(np.float64) @ w.T + b for w, b in zip((gates, ups), biases, strict=True))
+    off = [tolerance(x, w, "Q4_K", True) + 2.0**-22 * np.abs(v) for w, v in ((gates, g), (ups, u))]
+    with np.errstate(over="ignore"):
+        active = activation_of(kind, g)
+    bound = 1.13 * off[0] * (np.abs(u) + off[1]) + np.abs(active) * off[1]
+    assert (np.abs(got - active * u) <= bound + 2.0**-20 * np.abs(active * u) + 1e-7).all()
+
+
+def test_bias_and_residual(folder: Path) -> None:
+    ops = ops_of(80, folder)
+    raw, x = random_raw("Q4_K", 50, 256), activations(11, 256)
+    rng = np.random.default_rng(3)
+    bias, start = rng.standard_normal(50).astype(np.float32), activations(11, 50, 4)
+    weight = ops.weight(raw, "Q4_K", (50, 256))
+    vector = ops.weight(bias.view(np.uint8), "F32", bias.shape)
+    plain = ops.to_host(matmul.linear(ops, ops.array(x), weight))
+    total = ops.array(start)
+    assert matmul.linear(ops, ops.array(x), weight, vector, add_to=total) is total
+    np.testing.assert_array_equal(ops.to_host(total), start + (plain + bias))
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy(library_from=1)], ids=["rows", "library"])
+@pytest.mark.parametrize("outlier", [1e4, 1e10, 1e30])
+def test_outliers(outlier: float, policy: Policy, folder: Path) -> None:
+    ops = ops_of(80, folder)
+    raw, x = random_raw("Q4_K", 33, 512), activations(4, 512)
+    weights = values_of(raw, "Q4_K", 33)
+    x[1, 77] = outlier
+    x[2] = 0
+    x[3] = 1e-42
+    got = product(ops, raw, "Q4_K", 33, x, policy)
+    error = np.abs(got - x.astype(np.float64) @ weights.T)
+    # a row is never scaled as if its largest value were below 2^-100
+    floor = np.abs(weights).sum(-1) * 2.0**-125
+    assert (error <= tolerance(x, weights, "Q4_K", True) + floor).all()
+    assert (got[2] == 0).all()
+
+
+def test_what_is_not_finite_shows_in_its_row_alone(folder: Path) -> None:
+    ops = ops_of(80, folder)
+    raw, x = random_raw("Q4_K", 33, 512), activations(4, 512)
+    clean = product(ops, raw, "Q4_K", 33, x, matmul.EVERY_ROW_ALONE)
+    for bad in (np.nan, np.inf, -np.inf):
+        x[1, 77] = bad
+        got = product(ops, raw, "Q4_K", 33, x, matmul.EVERY_ROW_ALONE)
+        assert not np.isfinite(got[1]).any()
+        np.testing.assert_array_equal(got[[0, 2, 3]], clean[[0, 2, 3]])
+
+
+@pytest.mark.parametrize("cols", [1, 7, 31, 100])
+def test_float_columns_of_any_number(cols: int, folder: Path) -> None:
+    for arch in (70, 80):
+        ops = ops_of(arch, folder)
+        raw, x = random_raw("F16", 9, cols), activations(6, cols)
+        weights = values_of(raw, "F16", 9)
+        got = product(ops, raw, "F16", 9, x, Policy(library_from=1))  # which cannot take them
+        error = np.abs(got - x.astype(np.float64) @ weights.T)
+        assert (error <= tolerance(x, weights, "F16")).all()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_sizes_are_the_sources(arch: int, tmp_path: Path) -> None:
+    """chunks.py against the templates: bytes of a warp's memory."""
+    lines = [f"  out[i++] = ChunkMemory<formats::{name}>::bytes(room);" for name in CHUNKS]
+    source = tmp_path / "sizes.cpp"
+    source.write_text(
+        f'#include "{HEADER}"\n#define MANY 0\n{source_of("matmul_chunk.cuh")}\n'
+        "using namespace voltapile;\n"
+        'extern "C" void sizes(int room, int* out) {\n  int i = 0;\n' + "\n".join(lines) + "\n}\n"
+    )
+    library = tmp_path / "sizes.so"
+    command = ["g++", *FLAGS, f"-DVP_ARCH={10 * arch}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    import ctypes
+
+    for room in (1, 5, 8, 32):
+        found = (ctypes.c_int * len(CHUNKS))()
+        ctypes.CDLL(str(library)).sizes(room, found)
+        assert list(found) == [chunk.warp_bytes(room, arch) for chunk in CHUNKS.values()]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_token_of_every_format_fits(arch: int) -> None:
+    for chunk in CHUNKS.values():
+        assert matmul.room_for(1, [chunk], arch) == 1
+        room = matmul.room_for(100, [chunk], arch)
+        assert matmul.shared_bytes(room, [chunk], arch) <= max_shared(arch)
+    assert matmul.room_for(8, [CHUNKS["Q4_K"]], 70) == 8
