@@ -6,12 +6,14 @@ allocates nothing and starts nothing; the formats of the cpu backend come from i
 
 from __future__ import annotations
 
+from typing import Any
+
 from voltapile.shm.formats import FORMATS
 
 NAMES = ("cpu", "reference", "cuda")
 
 
-def describe(name: str) -> dict[str, object]:
+def describe(name: str) -> dict[str, Any]:
     """The fields of topology.plan.Backend. Raises ValueError for a name that is not in NAMES."""
     if name == "cpu":
         return _describe_cpu()
@@ -22,7 +24,7 @@ def describe(name: str) -> dict[str, object]:
     raise ValueError(f"unknown backend {name!r}; there are {', '.join(NAMES)}")
 
 
-def _describe_cpu() -> dict[str, object]:
+def _describe_cpu() -> dict[str, Any]:
     from voltapile.kernels.cpu import _cpu
     from voltapile.kernels.cpu.ops import KV_TYPES
 
@@ -43,7 +45,7 @@ def _describe_cpu() -> dict[str, object]:
     }
 
 
-def _describe_reference() -> dict[str, object]:
+def _describe_reference() -> dict[str, Any]:
     return {
         "name": "reference",
         # Everything that the gguf package dequantises.
@@ -61,7 +63,7 @@ def _describe_reference() -> dict[str, object]:
     }
 
 
-def _describe_cuda() -> dict[str, object]:
+def _describe_cuda() -> dict[str, Any]:
     from voltapile.kernels.cuda.attention import KV_TYPES
     from voltapile.kernels.cuda.matmul import FUSED_FROM, LIBRARY_FROM
     from voltapile.kernels.cuda.rows import FORMATS as WITH_HEADER

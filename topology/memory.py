@@ -164,8 +164,8 @@ def resident_bytes(tensors: Iterable[Tensor]) -> int:
             small += nbytes
         else:
             large += -(-nbytes // VRAM_PIECE) * VRAM_PIECE
-    # A small one that does not fit any longer wastes up to a quarter of its block.
-    return large + (-(-small * 4 // (3 * VRAM_BLOCK)) + 1) * VRAM_BLOCK
+    # All blocks but the last are three quarters full at least.
+    return large + (small * 4 // (3 * VRAM_BLOCK) + 1) * VRAM_BLOCK
 
 
 def row_bytes(backend: Backend, option: str, type_name: str, dim: int) -> int:

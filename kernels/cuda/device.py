@@ -40,7 +40,7 @@ class Pinned:
 
     def __init__(self, nbytes: int) -> None:
         self.ptr = int(runtime.hostAlloc(nbytes, 0))
-        self.bytes = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(self.ptr), np.uint8)
+        self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.ptr))
         weakref.finalize(self, runtime.freeHost, self.ptr)
 
 

@@ -41,8 +41,7 @@ def fill(ops: Launcher, weight: CudaWeight, seed: int) -> None:
     if weight.type_name in PLAIN:
         size, middle = (0.1, 1.0) if weight.is_vector else (MATRIX_SIZE, 0.0)
         numbers = np.int32(PLAIN[weight.type_name]), np.float32(size), np.float32(middle)
-        args = (weight.ptr, np.int64(blocks), *numbers, np.uint64(seed))
-        ops.kernel(VALUES)(grid, THREADS, args)
+        ops.kernel(VALUES)(grid, THREADS, (weight.ptr, np.int64(blocks), *numbers, np.uint64(seed)))
         return
     if weight.type_name not in SCALES:
         known = ", ".join([*PLAIN, *SCALES])

@@ -133,6 +133,6 @@ def _candidates() -> list[str]:
             found += sorted(
                 str(path) for path in (root / folder).glob("libnvrtc.so.*") if path.is_file()
             )
-    for root in _TOOLKITS:
-        found += sorted(str(path) for path in Path(root).glob("lib64/libnvrtc.so.*"))
+    for toolkit in _TOOLKITS:
+        found += sorted(str(path) for path in Path(toolkit).glob("lib64/libnvrtc.so.*"))
     return [*found, "libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so"]

@@ -19,7 +19,7 @@ from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Ker
 from voltapile.kernels.cuda.loader import Loader
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
 from voltapile.kernels.cuda.memory import Blocks, Ring, Scratch, Uploader
-from voltapile.kernels.ops import Batch, SlotState, StepOutput
+from voltapile.kernels.ops import Batch, SlotState, StepOutput, Weight
 from voltapile.shm.formats import format_of, row_bytes
 
 SLACK = 256  # bytes behind the last row of a matrix that kernels may read
@@ -201,13 +201,13 @@ class CudaOps:
             sampling.sample(self, logits, batch, state, out)
 
     # --- models -------------------------------------------------------------------------------
-    def embed(self, table: CudaWeight, tokens: DeviceArray, scale: float = 1.0) -> DeviceArray:
-        return rows.embed(self, table, tokens, scale)
+    def embed(self, table: Weight, tokens: DeviceArray, scale: float = 1.0) -> DeviceArray:
+        return rows.embed(self, _own(table), tokens, scale)
 
     def rms_norm(
-        self, x: DeviceArray, weight: CudaWeight, eps: float, add_to: DeviceArray | None = None
+        self, x: DeviceArray, weight: Weight, eps: float, add_to: DeviceArray | None = None
     ) -> DeviceArray:
-        return rows.rms_norm(self, x, weight, eps, add_to)
+        return rows.rms_norm(self, x, _own(weight), eps, add_to)
 
     def softcap_(self, x: DeviceArray, cap: float) -> DeviceArray:
         return rows.softcap_(self, x, cap)
@@ -215,31 +215,40 @@ class CudaOps:
     def linear(
         self,
         x: DeviceArray,
-        weight: CudaWeight,
-        bias: CudaWeight | None = None,
+        weight: Weight,
+        bias: Weight | None = None,
         add_to: DeviceArray | None = None,
     ) -> DeviceArray:
-        return matmul.linear(self, x, weight, bias, add_to, self._policy_for(x))
+        return matmul.linear(self, x, _own(weight), _or_none(bias), add_to, self._policy_for(x))
 
     def linears(
         self,
         x: DeviceArray,
-        weights: Sequence[CudaWeight],
-        biases: Sequence[CudaWeight | None],
+        weights: Sequence[Weight],
+        biases: Sequence[Weight | None],
     ) -> tuple[DeviceArray, ...]:
-        return matmul.linears(self, x, weights, biases, self._policy_for(x))
+        own = [_own(weight) for weight in weights]
+        return matmul.linears(self, x, own, [_or_none(b) for b in biases], self._policy_for(x))
 
     def glu(
         self,
         x: DeviceArray,
-        gate: CudaWeight,
-        up: CudaWeight,
+        gate: Weight,
+        up: Weight,
         activation: str,
-        gate_bias: CudaWeight | None = None,
-        up_bias: CudaWeight | None = None,
+        gate_bias: Weight | None = None,
+        up_bias: Weight | None = None,
     ) -> DeviceArray:
-        policy = self._policy_for(x)
-        return matmul.glu(self, x, gate, up, activation, gate_bias, up_bias, policy)
+        return matmul.glu(
+            self,
+            x,
+            _own(gate),
+            _own(up),
+            activation,
+            _or_none(gate_bias),
+            _or_none(up_bias),
+            self._policy_for(x),
+        )
 
     def rope_angles(
         self, positions: DeviceArray, inv_freq: np.ndarray, scale: float
@@ -289,3 +298,12 @@ class CudaOps:
 
 def _bytes_of(values: np.ndarray) -> np.ndarray:
     return values.reshape(-1).view(np.uint8)
+
+
+def _own(weight: Weight) -> CudaWeight:
+    assert isinstance(weight, CudaWeight)
+    return weight
+
+
+def _or_none(weight: Weight | None) -> CudaWeight | None:
+    return None if weight is None else _own(weight)

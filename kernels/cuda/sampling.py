@@ -100,7 +100,7 @@ def _output_struct(out: StepOutput) -> np.ndarray:
 
 def _packed(pointers: tuple[DeviceArray, ...], numbers: tuple[int, ...]) -> np.ndarray:
     """One element: pointers, then int32 numbers, padded to 8 bytes as C++ does."""
-    fields = [(f"p{i}", np.uint64) for i in range(len(pointers))]
+    fields: list[tuple[str, type]] = [(f"p{i}", np.uint64) for i in range(len(pointers))]
     fields += [(f"n{i}", np.int32) for i in range(len(numbers) + len(numbers) % 2)]
     values = (*(array.ptr for array in pointers), *numbers, *([0] * (len(numbers) % 2)))
     return np.array([values], np.dtype(fields))

@@ -12,6 +12,7 @@ import pytest
 from voltapile.shm.gguf import Gguf
 from voltapile.topology import machine
 from voltapile.topology.architectures import spec_of
+from voltapile.topology.gpu import Gpu
 from voltapile.topology.machine import Machine
 from voltapile.topology.plan import (
     Backend,
@@ -280,3 +281,33 @@ def test_a_window_group_has_its_own_pool(laptop: Machine) -> None:
     assert memory["kv"] == full.pages * full.page_bytes + sliding.pages * sliding.page_bytes
     small = plan(spec_of(gguf), gguf, laptop, BACKEND, Options(context=100, slots=1))
     assert [group.pages for group in small.caches] == [3, 3]
+
+
+# --- a GPU --------------------------------------------------------------------------------------
+
+IN_VRAM = msgspec.structs.replace(
+    BACKEND, name="cuda", in_vram=True, workspace_bytes=1 << 20, choices={"library_from": "96"}
+)
+
+
+def with_gpu(computer: Machine, nbytes: int) -> Machine:
+    gpu = Gpu(index=0, name="V100", arch=70, memory_bytes=16 << 30, free_bytes=nbytes)
+    return msgspec.structs.replace(computer, gpus=[gpu])
+
+
+def test_everything_lives_in_vram(gguf: Gguf, spec: Spec, laptop: Machine) -> None:
+    found = plan(spec, gguf, with_gpu(laptop, 2 << 30), IN_VRAM, Options())
+    (rank,) = found.ranks
+    assert rank.device == "cuda:0"
+    assert {each.tier for each in found.tensors.values()} == {"vram"}
+    assert gguf.tensor_bytes < rank.memory["weights"] < gguf.tensor_bytes + (64 << 20)
+    assert sum(rank.memory.values()) + MARGIN <= 2 << 30
+    assert found.choices["library_from"] == "96"
+
+
+def test_what_does_not_fit_into_vram_is_told(gguf: Gguf, spec: Spec, laptop: Machine) -> None:
+    small = with_gpu(laptop, 450 << 20)
+    with pytest.raises(PlanError, match=r"weights 64\.0 MiB, .*or -ngl 0 for the CPU"):
+        plan(spec, gguf, small, IN_VRAM, Options(context=4096))
+    with pytest.raises(PlanError, match="no GPU"):
+        plan(spec, gguf, laptop, IN_VRAM, Options())
