@@ -306,7 +306,7 @@ def test_everything_lives_in_vram(gguf: Gguf, spec: Spec, laptop: Machine) -> No
 
 
 def test_what_does_not_fit_into_vram_is_told(gguf: Gguf, spec: Spec, laptop: Machine) -> None:
-    small = with_gpu(laptop, 450 << 20)
+    small = with_gpu(laptop, 400 << 20)
     with pytest.raises(PlanError, match=r"weights 64\.0 MiB, .*or -ngl 0 for the CPU"):
         plan(spec, gguf, small, IN_VRAM, Options(context=4096))
     with pytest.raises(PlanError, match="no GPU"):
