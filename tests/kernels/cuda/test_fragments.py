@@ -1,4 +1,4 @@
-"""Matrix kernels on the CPU: their own source and launchers through emulate.h, against float64 numpy.
+"""Matrix kernels on the CPU: their own source through emulate.h, against float64 numpy.
 
 It proves the order of unpacking, the permutation of columns, the register maps of the three tensor
 cores, the sizes of shared memory and the deals of launches; not the machine code, its truncating
@@ -7,6 +7,7 @@ accumulator or its timing. `slow` runs every format on every architecture.
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from voltapile.kernels.cuda import matmul
 from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.compile import source_of
 from voltapile.kernels.cuda.matmul import Policy
+from voltapile.shm.formats import format_of
 
 from ..test_matmul import activation_of, activations, random_raw, values_of
 from .emulation import FLAGS, HEADER, EmulatedOps, has_compiler
@@ -58,8 +60,7 @@ def product(
 
 def check(name: str, arch: int, folder: Path) -> None:
     ops = ops_of(arch, folder)
-    odd = 288 if name in FLOATS or CHUNKS[name].bytes % 8 == 0 and name[-2:] != "_K" else 512
-    odd = 512 if CHUNKS[name].is_expanded or name == "IQ4_XS" else odd
+    odd = 288 if 288 % format_of(name).block_len == 0 else 512
     for rows, cols, tokens in ((37, 768, 1), (33, odd, 9)):
         raw, x = random_raw(name, rows, cols), activations(tokens, cols)
         weights = values_of(raw, name, rows)
@@ -126,10 +127,9 @@ def test_matrices_of_two_formats_share_a_launch(folder: Path) -> None:
     ops = ops_of(80, folder)
     x = activations(3, 768)
     names = ("Q4_K", "Q4_K", "Q6_K")
-    raws = [random_raw(name, rows, 768) for name, rows in zip(names, (70, 33, 20), strict=True)]
-    weights = [
-        ops.weight(r, n, (len(values_of(r, n, 1)[0]) // 768, 768)) for r, n in zip(raws, names)
-    ]
+    shapes = [(rows, 768) for rows in (70, 33, 20)]
+    raws = [random_raw(name, *shape) for name, shape in zip(names, shapes, strict=True)]
+    weights = [ops.weight(*each) for each in zip(raws, names, shapes, strict=True)]
     outs = matmul.linears(ops, ops.array(x), weights, [None] * 3)
     assert len(ops.launched) == 1
     for raw, name, out in zip(raws, names, outs, strict=True):
@@ -229,8 +229,6 @@ def test_sizes_are_the_sources(arch: int, tmp_path: Path) -> None:
     library = tmp_path / "sizes.so"
     command = ["g++", *FLAGS, f"-DVP_ARCH={10 * arch}", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
-    import ctypes
-
     for room in (1, 5, 8, 32):
         found = (ctypes.c_int * len(CHUNKS))()
         ctypes.CDLL(str(library)).sizes(room, found)

@@ -1,0 +1,174 @@
+"""Matrix products on the GPU against float64 numpy: formats, shapes, numbers of tokens, bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from voltapile.kernels.cuda import matmul
+from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
+from voltapile.shm.formats import format_of
+
+from ..kernels.cuda.test_fragments import tolerance
+from ..kernels.test_matmul import activation_of, activations, random_raw, values_of
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(1, 256), (37, 768), (130, 4096), (33, 12288)]
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64, 130)
+WAYS = {
+    "rows": EVERY_ROW_ALONE,
+    "fused": Policy(fused_from=1),
+    "library": Policy(library_from=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _scratch(cuda: Any) -> Iterator[None]:
+    with cuda.scope():
+        yield
+
+
+def weight_of(cuda: Any, name: str, rows: int, cols: int, seed: int = 0) -> tuple[Any, np.ndarray]:
+    raw = random_raw(name, rows, cols, seed)
+    return cuda.weight(raw, name, (rows, cols)), values_of(raw, name, rows)
+
+
+def linear(cuda: Any, put: Any, x: np.ndarray, weight: Any, way: Policy) -> np.ndarray:
+    with cuda.scope():
+        return np.asarray(cuda.to_host(matmul.linear(cuda, put(x), weight, policy=way)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CHUNKS)
+def test_rows(cuda: Any, put: Any, name: str, shape: tuple[int, int]) -> None:
+    weight, values = weight_of(cuda, name, *shape)
+    for tokens in (1, 5, 8, 9, 33):
+        x = activations(tokens, shape[1], tokens)
+        got = linear(cuda, put, x, weight, EVERY_ROW_ALONE)
+        error = np.abs(got - x.astype(np.float64) @ values.T)
+        assert (error <= tolerance(x, values, name)).all(), tokens
+
+
+@pytest.mark.parametrize("cols", [32, 96, 288, 576])
+@pytest.mark.parametrize("name", [n for n in CHUNKS if format_of(n).block_len <= 32])
+def test_columns_that_end_inside_a_chunk(cuda: Any, put: Any, name: str, cols: int) -> None:
+    weight, values = weight_of(cuda, name, 35, cols)
+    x = activations(6, cols)
+    for kind, way in WAYS.items():
+        error = np.abs(linear(cuda, put, x, weight, way) - x.astype(np.float64) @ values.T)
+        assert (error <= tolerance(x, values, name, kind != "rows")).all(), kind
+
+
+@pytest.mark.parametrize("cols", [1, 7, 31, 100])
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+def test_float_columns_of_any_number(cuda: Any, put: Any, name: str, cols: int) -> None:
+    weight, values = weight_of(cuda, name, 9, cols)
+    x = activations(6, cols)
+    error = np.abs(linear(cuda, put, x, weight, WAYS["library"]) - x.astype(np.float64) @ values.T)
+    assert (error <= tolerance(x, values, name)).all()
+
+
+@pytest.mark.parametrize("way", ["fused", "library"])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_many_rows(cuda: Any, put: Any, name: str, way: str) -> None:
+    for rows, cols, tokens in ((200, 1024, 64), (131, 512, 130), (128, 2048, 512)):
+        weight, values = weight_of(cuda, name, rows, cols)
+        x = activations(tokens, cols, tokens)
+        got = linear(cuda, put, x, weight, WAYS[way])
+        error = np.abs(got - x.astype(np.float64) @ values.T)
+        assert (error <= tolerance(x, values, name, True)).all(), (rows, cols, tokens)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_a_row_has_the_same_bits_in_any_company(cuda: Any, put: Any, name: str) -> None:
+    cols = 1536
+    weight, _ = weight_of(cuda, name, 67, cols)
+    other, _ = weight_of(cuda, "Q8_0", 50, cols)
+    x = activations(130, cols)
+    rows = [linear(cuda, put, row, weight, EVERY_ROW_ALONE) for row in x[:40, None]]
+    alone = np.concatenate(rows)
+    for tokens in TOKENS:
+        got = linear(cuda, put, x[:tokens], weight, EVERY_ROW_ALONE)
+        np.testing.assert_array_equal(got[:40], alone[: min(tokens, 40)])
+        outs = matmul.linears(cuda, put(x[:tokens]), (other, weight), (None, None))
+        np.testing.assert_array_equal(cuda.to_host(outs[1]), got)
+    mixed = linear(cuda, put, x, weight, replace(WAYS["library"], generated=8))
+    np.testing.assert_array_equal(mixed[:8], alone[:8])
+    again = linear(cuda, put, x, weight, replace(WAYS["library"], generated=8))
+    np.testing.assert_array_equal(mixed, again)
+
+
+@pytest.mark.parametrize("pair", sorted(matmul.PAIRS), ids=str)
+def test_pairs_of_formats(cuda: Any, put: Any, pair: tuple[str, str]) -> None:
+    x = activations(3, 768)
+    made = [weight_of(cuda, name, rows, 768) for name in pair for rows in (70, 33)][:3]
+    outs = matmul.linears(cuda, put(x), [weight for weight, _ in made], [None] * 3)
+    for (weight, values), out in zip(made, outs, strict=True):
+        error = np.abs(cuda.to_host(out) - x.astype(np.float64) @ values.T)
+        assert (error <= tolerance(x, values, weight.type_name)).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("names", [("Q4_K", "Q4_K"), ("Q8_0", "Q8_0"), ("Q4_K", "Q6_K")], ids=str)
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_glu(cuda: Any, put: Any, kind: str, names: tuple[str, str], way: str) -> None:
+    rows, cols, tokens = 150, 512, 9
+    (gate, gates), (up, ups) = (
+        weight_of(cuda, name, rows, cols, 5 + i) for i, name in enumerate(names)
+    )
+    biases = np.random.default_rng(7).standard_normal((2, rows)).astype(np.float32)
+    vectors = [cuda.weight(b.view(np.uint8), "F32", b.shape) for b in biases]
+    x = activations(tokens, cols, 8) / 1000
+    got = cuda.to_host(matmul.glu(cuda, put(x), gate, up, kind, *vectors, policy=WAYS[way]))
+    g, u = (x.astype(np.float64) @ w.T + b for w, b in zip((gates, ups), biases, strict=True))
+    off = [tolerance(x, w, "Q4_K", True) + 2.0**-22 * np.abs(v) for w, v in ((gates, g), (ups, u))]
+    with np.errstate(over="ignore"):
+        active = activation_of(kind, g)
+    bound = 1.13 * off[0] * (np.abs(u) + off[1]) + np.abs(active) * off[1]
+    assert (np.abs(got - active * u) <= bound + 2.0**-20 * np.abs(active * u) + 1e-7).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bias_and_residual(cuda: Any, put: Any, way: str) -> None:
+    x, start = activations(11, 256), activations(11, 50, 4)
+    weight, _ = weight_of(cuda, "Q4_K", 50, 256)
+    bias = np.random.default_rng(3).standard_normal(50).astype(np.float32)
+    vector = cuda.weight(bias.view(np.uint8), "F32", bias.shape)
+    plain = linear(cuda, put, x, weight, WAYS[way])
+    total = put(start)
+    got = matmul.linear(cuda, put(x), weight, vector, add_to=total, policy=WAYS[way])
+    assert got is total
+    np.testing.assert_array_equal(cuda.to_host(total), start + (plain + bias))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("outlier", [1e4, 1e10, 1e30])
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "F16"])
+def test_outliers(cuda: Any, put: Any, name: str, outlier: float, way: str) -> None:
+    weight, values = weight_of(cuda, name, 65, 512)
+    x = activations(4, 512)
+    x[1, 77], x[2], x[3] = outlier, 0, 1e-42
+    got = linear(cuda, put, x, weight, WAYS[way])
+    floor = np.abs(values).sum(-1) * 2.0**-125
+    error = np.abs(got - x.astype(np.float64) @ values.T)
+    assert (error <= tolerance(x, values, name, way != "rows") + floor).all()
+    assert (got[2] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_finite_shows_in_its_row_alone(
+    cuda: Any, put: Any, way: str, bad: float
+) -> None:
+    weight, _ = weight_of(cuda, "Q4_K", 65, 512)
+    x = activations(4, 512)
+    clean = linear(cuda, put, x, weight, WAYS[way])
+    x[1, 77] = bad
+    got = linear(cuda, put, x, weight, WAYS[way])
+    assert not np.isfinite(got[1]).any()
+    np.testing.assert_array_equal(got[[0, 2, 3]], clean[[0, 2, 3]])
