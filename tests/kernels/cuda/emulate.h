@@ -154,15 +154,51 @@ inline float half_of(const unsigned* registers, int k) {
 inline void __syncwarp() { emulation::meet(emulation::warp().barrier, 32); }
 inline void __syncthreads() { emulation::meet(emulation::block_barrier, blockDim.x); }
 template <class T>
-T __shfl_xor_sync(unsigned, T value, int mask) {
-  static_assert(sizeof(T) == 4);
+T __shfl_sync(unsigned, T value, int from) {
+  static_assert(sizeof(T) <= sizeof(emulation::Warp::slot[0]));
   auto& warp = emulation::warp();
-  std::memcpy(warp.slot[emulation::lane()], &value, 4);
+  std::memcpy(warp.slot[emulation::lane()], &value, sizeof value);
   __syncwarp();
-  std::memcpy(&value, warp.slot[emulation::lane() ^ mask], 4);
+  std::memcpy(&value, warp.slot[from & 31], sizeof value);
   __syncwarp();
   return value;
 }
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits) {
+  return __shfl_sync(mask, value, emulation::lane() ^ bits);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int by) {
+  const int lane = emulation::lane();
+  return __shfl_sync(mask, value, lane >= by ? lane - by : lane);
+}
+inline int __all_sync(unsigned mask, int vote) {
+  int all = 1;
+  for (int i = 0; i < 32; ++i) all = __shfl_sync(mask, vote, i) != 0 && all;
+  return all;
+}
+inline int __syncthreads_and(int vote) {
+  static int all, none;  // `none` is what threads set, so that nobody needs to begin
+  if (!vote) none = 1;
+  __syncthreads();
+  all = !none;
+  __syncthreads();
+  none = 0;
+  return all;
+}
+template <class T>
+T atomicAdd(T* at, T value) { const T old = *at; *at += value; return old; }
+template <class T>
+T atomicOr(T* at, T value) { const T old = *at; *at |= value; return old; }
+inline float __int_as_float(int x) { return __uint_as_float(static_cast<unsigned>(x)); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace voltapile {
 

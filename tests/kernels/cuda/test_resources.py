@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from voltapile.kernels.cuda import nvrtc
+from voltapile.kernels.cuda.compile import compile_all
 from voltapile.kernels.cuda.launch import Instance
 from voltapile.kernels.cuda.resources import Resources, parse, resources_of
 from voltapile.kernels.cuda.table import INSTANCES
@@ -49,10 +51,12 @@ def test_some_fit(instance: Instance, arch: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("instance", INSTANCES, ids=lambda each: each.name)
-def test_all_fit(instance: Instance, arch: str) -> None:
-    check(instance, arch)
+def test_all_fit(arch: str) -> None:
+    compile_all(INSTANCES, arch, len(os.sched_getaffinity(0)))
+    for instance in INSTANCES:
+        check(instance, arch)
 
 
 @pytest.mark.parametrize("arch", list(TABLE))
