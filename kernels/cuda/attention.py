@@ -23,10 +23,12 @@ LARGEST_DIM = 256
 
 SHORT_RUN = 8  # tokens of a slot in a step that count as generated
 MOST_GENERATED = 64  # tokens of a step that may all be generated
-PARTIAL_BYTES = 64 << 20  # about what the pieces of one launch may take
+PARTIAL_BYTES = 64 << 20  # what the pieces of one launch may take, if one token's do not take more
 PIECES = 512  # of all KV heads together at least, for long contexts: enough to fill a GPU
 COMBINE_SHARED = 8 * (1024 + 4)  # struct Shared of attention_combine.cu
 LOG2E = 1.4426950408889634
+
+LITTLE_SHARED = dict.fromkeys((86, 89, 120), 99 << 10)  # bytes a block, of cards from sm_80 on
 
 STORE = Instance("attention_store.cu", "store_kv")
 PLAN = Instance("attention_plan.cu", "attention_plan")
@@ -208,10 +210,11 @@ def attention(
         softcap=softcap,
         window=window,
     )
-    if is_generated(tokens, len(batch.outputs)):
-        _decode(ops, call, 0, tokens, None)
-    else:
-        _mixed(ops, call)
+    with ops.scope():
+        if is_generated(tokens, len(batch.outputs)):
+            _decode(ops, call, 0, tokens, None)
+        else:
+            _mixed(ops, call)
     return out
 
 
@@ -233,16 +236,6 @@ def most_pieces(kv_heads: int) -> int:
     return min(256, max(16, PIECES // kv_heads))
 
 
-def scratch_bytes(
-    tokens: int, heads: int, kv_heads: int, value_dim: int, context: int, window: int = 0
-) -> int:
-    """An upper bound of what one call takes beside its result, for planning."""
-    row = heads * _stride(kv_heads, context, window) * (value_dim + 2) * 4
-    rows = min(tokens, max(SHORT_RUN, PARTIAL_BYTES // row))
-    lists = 4 * (8 + 2 * tokens + 3 * (tokens * heads // 64 + tokens // SHORT_RUN + 1))
-    return rows * row + lists + 4 * 256  # and the alignment of four arrays
-
-
 def decode_shared(dim: int, kind: int, tiles: int, arch: int) -> int:
     """Bytes of struct Shared in attention_decode.cu."""
     tile, pitch, rows = _tile(dim), dim + 8, 16 * tiles
@@ -256,6 +249,14 @@ def prefill_shared(dim: int, kind: int, arch: int) -> int:
     tile, pitch, rows = _tile(dim), dim + 8, prefill_block(dim, kind, arch)[1]
     halves = 4 * tile * pitch if _is_async(kind, arch) else tile * pitch + 8
     return 2 * (rows * pitch + halves) + 16 * rows
+
+
+def prefill_shape(cache: CudaKv, arch: int) -> tuple[int, int]:
+    """(width, KIND) of the prompt kernel that fits the card."""
+    dim, kind = cache.shape
+    if arch in LITTLE_SHARED and prefill_shared(dim, kind, arch) > LITTLE_SHARED[arch]:
+        return 128 if dim <= 128 else LARGEST_DIM, ANY
+    return dim, kind
 
 
 def prefill_block(dim: int, kind: int, arch: int) -> tuple[int, int]:
@@ -276,7 +277,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
     pieces = stride + (1 if call.window else 0)  # tokens of an item begin at different ones
     each = 1 if plan is None else chunk  # rows for each token or item
     row_bytes = call.num_heads * stride * (call.cache.value_dim + 2) * 4
-    batch = max(1, max(SHORT_RUN, PARTIAL_BYTES // row_bytes) // each)
+    batch = max(1, PARTIAL_BYTES // row_bytes // each)
     batch = min(batch, last - first)
     partial = ops.scratch((batch * each * call.num_heads * stride, call.cache.value_dim))
     stats = ops.scratch((batch * each * call.num_heads * stride, 2))
@@ -313,10 +314,10 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
 
 def _mixed(ops: Launcher, call: _Call) -> None:
     """Short runs to attention_decode, the others to attention_prefill, as the device finds them."""
-    dim, kind = call.cache.shape
+    chunk = _chunk(call.members, _tiles_for(call, *call.cache.shape))
+    dim, kind = prefill_shape(call.cache, ops.arch)
     threads, rows = prefill_block(dim, kind, ops.arch)
     slots, tokens = call.table.shape[0], call.tokens
-    chunk = _chunk(call.members, _tiles_for(call, dim, kind))
     # A slot has one run; a change of piece length may cut it once more.
     items = min(tokens, slots * (_groups(SHORT_RUN, chunk) + 1))
     tiles = tokens * call.members // rows + min(slots, tokens // (SHORT_RUN + 1))

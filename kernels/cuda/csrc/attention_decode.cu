@@ -45,6 +45,43 @@ __device__ int tokens_of_item(const int* slots, const int* positions, int t, int
   return count;
 }
 
+// Some rows of an item: those from `first` on, of its query heads times tokens.
+struct Rows {
+  const float* q;
+  const int *positions, *own;  // of the item's tokens; the KV head's query heads
+  int members, first, rows, num_heads, dim;
+};
+
+// What each row sees and where its piece goes, and its query, to shared memory.
+__device__ __forceinline__ void stage_rows(Shared& sh, const Rows& item, int piece, int base,
+                                           int stride, int limit, int window, int most,
+                                           float scale) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (int m = threadIdx.x; m < ROWS; m += THREADS) {
+    const bool is_used = m < item.rows;
+    const int r = item.first + m, t = is_used ? r / item.members : 0;
+    const Span s = span_of(item.positions[t], limit, window, most);
+    const bool is_seen = is_used && piece >= s.first() && piece <= s.last();
+    sh.low[m] = is_used ? s.low : 0;
+    sh.high[m] = is_used ? s.high : 0;
+    sh.slot[m] = is_seen ? ((base + t) * item.num_heads + item.own[r % item.members]) * stride +
+                               piece - s.first()
+                         : -1;
+  }
+  for (int m = warp; m < (item.rows + 15) / 16 * 16; m += WARPS) {
+    const int r = item.first + m;
+    half_bits* to = sh.q + m * PITCH;
+    float power = 0.0f;
+    if (m < item.rows) {
+      const int at = r / item.members * item.num_heads + item.own[r % item.members];
+      power = stage_query<DIM>(item.q + at * item.dim, item.dim, to, lane);
+    } else {
+      for (int i = lane; i < DIM; i += 32) to[i] = 0;
+    }
+    if (lane == 0) sh.factor[m] = power * scale;
+  }
+}
+
 // Probabilities of this warp's scores for the row tiles it shares in, and the sums of all rows.
 __device__ __forceinline__ void soften(Shared& sh, Square (&s)[MINE],
                                        Running (&running)[ROW_TILES][2],
@@ -192,29 +229,15 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   if (IS_ASYNC) {
     fetch_async<THREADS>(keys, page, start, whole.low, whole.high, sh.keys);
     commit_copies();
+    fetch_async<THREADS>(values, page, start, whole.low, whole.high, sh.values);
+    commit_copies();
   } else {
     fetch.read(keys, page, start, whole.low, whole.high);
   }
 
-  for (int m = threadIdx.x; m < ROWS; m += THREADS) {
-    const int r = part * ROWS + m, t = begin + r / members;
-    const bool is_used = m < rows;
-    const Span s = span_of(is_used ? positions[t] : 0, limit, window, most);
-    const bool is_seen = is_used && piece >= s.first() && piece <= s.last();
-    sh.low[m] = is_used ? s.low : 0;
-    sh.high[m] = is_used ? s.high : 0;
-    sh.slot[m] = is_seen ? ((base + r / members) * num_heads + own[r % members]) * stride + piece -
-                               s.first()
-                         : -1;
-  }
-  for (int m = warp; m < 16 * tiles; m += WARPS) {
-    const int r = part * ROWS + m;
-    const long long at = static_cast<long long>(begin + r / members) * num_heads + own[r % members];
-    float power = 0.0f;
-    if (m < rows) power = stage_query<DIM>(q + at * key_dim, key_dim, sh.q + m * PITCH, lane);
-    else for (int i = lane; i < DIM; i += 32) sh.q[m * PITCH + i] = 0;
-    if (lane == 0) sh.factor[m] = power * scale;
-  }
+  const Rows mine{q + static_cast<long long>(begin) * num_heads * key_dim, positions + begin, own,
+                  members, part * ROWS, rows, num_heads, key_dim};
+  stage_rows(sh, mine, piece, base, stride, limit, window, most, scale);
 
   Square out[ROW_TILES][COLUMNS];
   Running running[ROW_TILES][2];
@@ -227,14 +250,16 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
 
   for (int p = start; p < end; p += TILE) {
     const int next = p + TILE < end ? where.at(p + TILE) : page;
-    if (IS_ASYNC) wait_for_copies<0>();
-    else fetch.put(keys, sh.keys);
+    const bool is_first = p == start;  // its values are under way
+    if (!IS_ASYNC) fetch.put(keys, sh.keys);
+    else if (is_first) wait_for_copies<1>();
+    else wait_for_copies<0>();
     __syncthreads();
-    if (IS_ASYNC) {
+    if (!IS_ASYNC) {
+      fetch.read(values, page, p, whole.low, whole.high);
+    } else if (!is_first) {
       fetch_async<THREADS>(values, page, p, whole.low, whole.high, sh.values);
       commit_copies();
-    } else {
-      fetch.read(values, page, p, whole.low, whole.high);
     }
     Square scored[1][MINE], (&s)[MINE] = scored[0];
     scores(scored, sh.q + 16 * share * PITCH, 16 * SHARES, sh.keys + 16 * group * PITCH,

@@ -162,7 +162,7 @@ __device__ __forceinline__ void write_rows(const Shared& sh,
 using namespace voltapile;
 
 // grid: (tiles, KV heads); heads as in attention_decode.cu, plan and tiles as in attention_plan.cu
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_prefill(const float* q, const unsigned char* key_base, const unsigned char* value_base,
                   const int* table, const int* slots, const int* positions, const int* heads,
                   const int* plan, const int* tiles, float* y, int kv_heads, int num_heads,

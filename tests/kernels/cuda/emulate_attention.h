@@ -3,28 +3,30 @@
 #pragma once
 #include <csignal>
 
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float __fdividef(float a, float b) { return a / b; }
-inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
-inline void __trap() { std::raise(SIGABRT); }
+// Under names of their own, so that emulate.h may come to have the same functions.
+#define __popc emulated_popc
+#define __ffs emulated_ffs
+#define __fmul_rn emulated_fmul_rn
+#define __fmaf_rn emulated_fmaf_rn
+#define __fdividef emulated_fdividef
+#define __float2int_rn emulated_float2int_rn
+#define __trap emulated_trap
+#define __shfl_down_sync emulated_shfl_down_sync
+#define __ballot_sync emulated_ballot_sync
+
+inline int emulated_popc(unsigned x) { return __builtin_popcount(x); }
+inline int emulated_ffs(int x) { return __builtin_ffs(x); }
+inline float emulated_fmul_rn(float a, float b) { return a * b; }
+inline float emulated_fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float emulated_fdividef(float a, float b) { return a / b; }
+inline int emulated_float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
+inline void emulated_trap() { std::raise(SIGABRT); }
 
 template <class T>
-T __shfl_sync(unsigned, T value, int source) {
-  auto& warp = emulation::warp();
-  std::memcpy(warp.slot[emulation::lane()], &value, 4);
-  __syncwarp();
-  std::memcpy(&value, warp.slot[source & 31], 4);
-  __syncwarp();
-  return value;
-}
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, int step) {
+T emulated_shfl_down_sync(unsigned mask, T value, int step) {
   return __shfl_sync(mask, value, std::min(31, emulation::lane() + step));
 }
-inline unsigned __ballot_sync(unsigned, bool vote) {
+inline unsigned emulated_ballot_sync(unsigned, bool vote) {
   auto& warp = emulation::warp();
   warp.slot[emulation::lane()][0] = vote;
   __syncwarp();

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from voltapile.kernels.cuda import attention as launcher
 from voltapile.kernels.cuda.compile import source_of
 from voltapile.kernels.cuda.launch import DeviceArray, Instance
 
@@ -72,6 +73,12 @@ def ops_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
     folder = tmp_path_factory.mktemp("emulated")
     shared = {70: 96 << 10, 75: 64 << 10, 80: 160 << 10}
     return lambda arch: Emulated(arch, folder, shared[arch])
+
+
+@pytest.fixture
+def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch has room for the pieces of more than one token or item."""
+    monkeypatch.setattr(launcher, "PARTIAL_BYTES", 1)
 
 
 ARCHS = [70, pytest.param(75, marks=pytest.mark.slow), 80]
@@ -135,3 +142,23 @@ def test_windows_caps_and_head_maps(ops_for: Callable[[int], Any], more: dict[st
     together = world.run()
     world.check(together)
     np.testing.assert_array_equal(world.run(1, 2, 1)[0], together[1])
+
+
+@pytest.mark.usefixtures("few_bytes")
+def test_many_launches_give_the_same(ops_for: Callable[[int], Any]) -> None:
+    ops = ops_for(80)
+    for runs in ([(0, 126, 4), (1, 5, 1)], [(0, 64, 12), (1, 60, 5), (2, 0, 1)]):
+        world = World(ops, ops.array, Case(runs))
+        together = world.run()
+        world.check(together)
+        np.testing.assert_array_equal(world.run(len(together) - 1, None, 1)[0], together[-1])
+
+
+def test_prompt_kernels_fit_cards_with_little_shared_memory() -> None:
+    for dim in launcher.HEAD_DIMS:
+        cache = launcher.CudaKv(None, None, 1, 1, dim, dim, "f16", "f16")  # type: ignore[arg-type]
+        for arch, most in ((70, 96), (75, 64), (80, 163), (86, 99), (89, 99), (90, 227)):
+            shape = launcher.prefill_shape(cache, arch)
+            assert launcher.prefill_shared(*shape, arch) <= most << 10, (dim, arch)
+            for tiles in launcher.row_tiles(*cache.shape):
+                assert launcher.decode_shared(*cache.shape, tiles, arch) <= most << 10, (dim, arch)
