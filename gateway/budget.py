@@ -6,15 +6,17 @@ does not know pages or slots: who else may have a slot is asked of the scheduler
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable
 
 from voltapile.gateway.costs import Costs
 from voltapile.gateway.queues import Turns
 from voltapile.gateway.request import Request
 
-MARGIN = 0.9  # of the allowed gap; the rest is for what cannot be foreseen
+MARGIN = 0.8  # of the allowed gap; the rest is for what cannot be foreseen
 
-Admit = Callable[[str, int], Request | None]  # client, tokens left -> who has just got a slot
+# Client, tokens left, who may have a slot (by what is left to read of it) -> who has just got one.
+Admit = Callable[[str, int, Callable[[Request, int], bool]], Request | None]
 Piece = tuple[Request, int, int]  # tokens from, to
 
 
@@ -65,16 +67,28 @@ class Budget:
     def _next_piece(
         self, client: str, line: list[Request], ends: dict[Request, int], tokens: int, admit: Admit
     ) -> Piece | None:
-        """The first of a client's prompts that can use at least a part of `tokens`."""
-        is_done = True
-        for request in line:
+        """What a client's turn goes to: its oldest prompt, and every other time its shortest, so
+        that a short one gets through and a long one is never left behind."""
+
+        def rest(request: Request) -> int:
+            return request.chunk_limit - ends.get(request, request.computed)
+
+        unread = [request for request in line if rest(request) > 0]
+        if not unread:
+            admitted = admit(client, tokens, lambda request, rest: True)
+        elif self._turns.is_odd(client):
+            unread.sort(key=rest)
+            least = rest(unread[0])
+            admitted = admit(client, tokens, lambda request, rest: rest < least)
+        else:
+            oldest = unread[0].id
+            admitted = admit(client, tokens, lambda request, rest: request.id < oldest)
+        if admitted is not None:
+            insort(line, admitted, key=lambda request: request.id)
+            unread.insert(0, admitted)
+        for request in unread:
             start = ends.get(request, request.computed)
-            if start < request.chunk_limit:
-                is_done = False
-                end = min(request.chunk_limit, (start // self.alignment + 1) * self.alignment)
-                if end - start <= tokens:
-                    return request, start, end
-        if not is_done or (admitted := admit(client, tokens)) is None:
-            return None
-        line.append(admitted)
-        return self._next_piece(client, line[-1:], ends, tokens, admit)
+            end = min(request.chunk_limit, (start // self.alignment + 1) * self.alignment)
+            if end - start <= tokens:
+                return request, start, end
+        return None

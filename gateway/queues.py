@@ -1,6 +1,6 @@
 """Queues: requests that have no slot, a line for each client, and whose turn it is.
 
-First come, first served within a client. Between clients a turn is a small piece of work, and goes
+Within a client they stand by arrival. Between clients a turn is a small piece of work, and goes
 to whoever has gone without one for longest, so that a long prompt holds up nobody but its client.
 """
 
@@ -55,14 +55,21 @@ class Turns:
     def __init__(self) -> None:
         self._turn = 0
         self._last: dict[str, int] = {}
+        self._odd: set[str] = set()
 
     def set(self, clients: Iterable[str]) -> None:
         """Those that want something now; others are forgotten."""
         self._last = {client: self._last.get(client, self._turn) for client in clients}
+        self._odd &= self._last.keys()
 
     def next(self, clients: Iterable[str]) -> str:
         return min(clients, key=self._last.__getitem__)
 
+    def is_odd(self, client: str) -> bool:
+        """It has had an odd number of turns."""
+        return client in self._odd
+
     def took(self, client: str) -> None:
         self._turn += 1
         self._last[client] = self._turn
+        self._odd ^= {client}

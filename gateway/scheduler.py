@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -38,7 +39,7 @@ from voltapile.workers.protocol import (
 )
 
 ALIGNMENT = 64  # prefill chunks end at absolute multiples of it, so that bits do not vary
-LOOK_AHEAD = 8  # requests of a client that may pass one that waits for its prefix
+LOOK_AHEAD = 8  # requests of a client that are looked at for one that can begin
 MOST_CRASHES = 2  # of the worker that are put down to a request before it ends
 
 
@@ -275,8 +276,10 @@ class Scheduler:
 
     # --- who comes next -------------------------------------------------------------------
 
-    def _admit(self, client: str, budget: int) -> Request | None:
-        """Give the first in a client's queue a slot and the pages of all that it knows.
+    def _admit(
+        self, client: str, tokens: int, accepts: Callable[[Request, int], bool]
+    ) -> Request | None:
+        """Give the first acceptable in a client's queue a slot and the pages of all it knows.
 
         One page more for each running request stays free, or the next steps would preempt it. One
         for which there are not enough pages keeps others from taking them away.
@@ -287,10 +290,12 @@ class Scheduler:
             if request.ahead or self._is_behind_stuck(request) or self._must_wait(request):
                 return None
             computed, shared = self.tables.prefix(request)
-            if self._is_underway(request, computed):
-                self._stuck = None
+            rest = len(request.known) - computed
+            if self._is_underway(request, computed) or not accepts(request, rest):
+                if request is self._stuck:
+                    self._stuck = None  # it does not want pages now
                 continue
-            if min(len(request.known), computed + self.alignment) - computed > budget:
+            if min(rest, self.alignment) > tokens:
                 return None
             if not self.tables.begin(request, computed, shared, len(self.running)):
                 if self.running:
