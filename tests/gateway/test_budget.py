@@ -53,7 +53,7 @@ def test_clients_take_turns_and_waiting_ones_are_asked_for() -> None:
         return other
 
     assert budget.share_out([one], ["b", "c"], 0, admit) == {one: 128, other: 90}
-    assert [ask for ask in asked if ask[0] != "a"][0] == ("b", 192)
+    assert next(ask for ask in asked if ask[0] != "a") == ("b", 192)
     assert ("c", 128) in asked
 
 
