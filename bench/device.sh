@@ -73,7 +73,7 @@ build() {
 
 arch() { $python -c "from voltapile.topology.gpu import probe_gpus as p; print('sm_%d' % p()[0].arch)"; }
 
-tests() { $python -m pytest -q -x --maxfail="${MAXFAIL:-8}" --ptx "$models/ptx" "$@" -rfE --tb=short; }
+tests() { $python -m pytest -q -W default --maxfail="${MAXFAIL:-8}" --ptx "$models/ptx" "$@" -rfE --tb=short; }
 
 bench() {
   for model in "$models"/*.gguf; do
@@ -97,7 +97,7 @@ run() {
     sanitize)
       for tool in memcheck racecheck; do
         stage 500 "sanitize-$tool" compute-sanitizer --tool $tool --error-exitcode 9 $python -m pytest \
-          -q -x tests/gpu -k "not model and not distribution and native" --timeout 0
+          -q -x -W default tests/gpu -k "not model and not distribution and native" --timeout 0
       done ;;
     gpu_matmul | gpu_attention) [ -f "bench/$1.py" ] && stage 200 "$1" $python "bench/$1.py" ;;
     bench) stage 400 bench bash -c "$(declare -f bench); python='$python' models='$models'; bench" ;;

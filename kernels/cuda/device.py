@@ -140,28 +140,32 @@ class Device:
     def synchronize(self) -> None:
         self.stream.synchronize()
 
+    def open_library(self) -> int:
+        """The handle of cuBLAS, which takes memory of its own when it begins."""
+        if not self._cublas:
+            self._cublas = cublas.create()
+        return self._cublas
+
     def product(
         self, weight: int, x: int, out: int, shape: tuple[int, int, int], factor: float, adds: bool
     ) -> None:
         """out [T, N] = factor * x [T, K] @ weight[N, K].T, shape (T, N, K); halves to float32."""
-        if not self._cublas:
-            self._cublas = cublas.create()
-            cublas.setStream(self._cublas, self.stream.ptr)
         tokens, rows, columns = shape
         alpha, beta = np.array([factor], np.float32), np.array([float(adds)], np.float32)
-        cublas.gemmEx(
-            self._cublas,
-            TRANSPOSED,
-            AS_IT_IS,
-            *(rows, tokens, columns),
-            alpha.ctypes.data,
-            *(weight, HALF, columns),
-            *(x, HALF, columns),
-            beta.ctypes.data,
-            *(out, SINGLE, rows),
-            SUMS_IN_SINGLE,
-            ANY_KERNEL,
-        )
+        with self.stream:  # cupy gives each call the current stream
+            cublas.gemmEx(
+                self.open_library(),
+                TRANSPOSED,
+                AS_IT_IS,
+                *(rows, tokens, columns),
+                alpha.ctypes.data,
+                *(weight, HALF, columns),
+                *(x, HALF, columns),
+                beta.ctypes.data,
+                *(out, SINGLE, rows),
+                SUMS_IN_SINGLE,
+                ANY_KERNEL,
+            )
 
     # --- code ---------------------------------------------------------------------------------
     def function(self, code: bytes, name: str) -> Function:

@@ -44,7 +44,8 @@ def parse(log: str, function: str) -> Resources:
     text = named[function]
     frames = [tuple(map(int, found)) for found in _SPILLS.findall(text)]
     used, shared = _USED.search(text), _SHARED.search(text)
-    assert used is not None, text
+    if used is None:
+        raise ValueError(f"the compiler's log has no registers of {function!r}:\n{text}")
     return Resources(
         registers=int(used[1]),
         spilled=sum(stores + loads for _, stores, loads in frames),
