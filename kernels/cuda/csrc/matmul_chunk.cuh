@@ -39,18 +39,24 @@ struct ChunkMemory {
   }
 };
 
-// Products of one group with the tokens of one pass, added to sum.
+__device__ __forceinline__ Unit unit_at(const Unit* at) {
+  const uint4 v = *reinterpret_cast<const uint4*>(at);
+  return {{v.x, v.y, v.z, v.w}};
+}
+
+// Products of one group with the tokens of one pass, added to sum. units, sums: of the group.
 template <class C>
 __device__ __forceinline__ void multiply_group(
     const Unit (&a)[C::PLANES][Tile::ROWS * Tile::UNITS], const float2 (&scale)[C::SCALES][2],
-    const Tokens<C>& tokens, int group, int pass, const Tile& tile, float (&sum)[Tile::VALUES]) {
-  const int own = 8 * pass + tile.token(), column = own < tokens.room ? own : 0;
+    const Tokens<C>& tokens, const Unit* units, const float* sums, int pass, const Tile& tile,
+    float (&sum)[Tile::VALUES]) {
+  const int column = tokens.some(8 * pass + tile.token());
   Unit b[C::X_PLANES][Tile::UNITS];
 #pragma unroll
   for (int plane = 0; plane < C::X_PLANES; ++plane)
 #pragma unroll
     for (int i = 0; i < Tile::UNITS; ++i)
-      b[plane][i] = tokens.unit(plane, group, column, tile.unit(i));
+      b[plane][i] = unit_at(units + plane * tokens.plane_stride() + 4 * column + tile.unit(i));
   float c[C::SCALES][Tile::VALUES] = {}, rest[Tile::VALUES] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -70,7 +76,7 @@ __device__ __forceinline__ void multiply_group(
     for (int s = 0; s < C::SCALES; ++s)
 #pragma unroll
       for (int i = 0; i < Tile::TOKENS; ++i) {
-        const float all = tokens.sum(group * C::SCALES + s, 8 * pass + tile.sum_token(i));
+        const float all = sums[s * tokens.room + tokens.some(8 * pass + tile.sum_token(i))];
 #pragma unroll
         for (int e = 0; e < Tile::VALUES; ++e)
           if (Tile::token_of(e) == i) sum[e] = fmaf(scale[s][Tile::row_of(e)].y, all, sum[e]);
@@ -78,12 +84,11 @@ __device__ __forceinline__ void multiply_group(
   }
 }
 
-// raw: the chunk of 16 rows in shared memory, which came from `first` and the rows behind it.
-// behind: the shared memory that follows the raw chunks.
+// raw: the chunk of 16 rows in shared memory, where `stage` put what begins at `first`. behind: the shared memory that follows the raw chunks.
 template <class F>
 __device__ __forceinline__ void multiply_chunk(
-    const std::uint8_t* raw, std::uint8_t* behind, const std::uint8_t* first, int row_bytes,
-    int last_row, const Tokens<typename ChunkMemory<F>::Values>& tokens, const Tile& tile,
+    const std::uint8_t* raw, std::uint8_t* behind, const std::uint8_t* first,
+    const typename ChunkMemory<F>::Raw& stage, const Tokens<typename ChunkMemory<F>::Values>& tokens, const Tile& tile,
     float (&part)[PASSES][Tile::VALUES]) {
   using M = ChunkMemory<F>;
   using C = typename M::Values;
@@ -91,9 +96,9 @@ __device__ __forceinline__ void multiply_chunk(
   const std::uint8_t* rows[Tile::ROWS];
 #pragma unroll
   for (int i = 0; i < Tile::ROWS; ++i)
-    rows[i] = raw + M::Raw::row_start(first, row_bytes, last_row, tile.row(i));
+    rows[i] = raw + stage.row_start(first, tile.row(i));
   const int own = tile.lane & 15;
-  const std::uint8_t* own_row = raw + M::Raw::row_start(first, row_bytes, last_row, own);
+  const std::uint8_t* own_row = raw + stage.row_start(first, own);
   if constexpr (Codec<F>::EXPAND) {
     float* floats = reinterpret_cast<float*>(behind + own * M::EXPANDED_STRIDE);
     if (tile.lane < 16) F::unpack(own_row, floats);
@@ -106,6 +111,8 @@ __device__ __forceinline__ void multiply_chunk(
       scales[16 * run + own] = C::scale(own_row, run);
     __syncwarp();
   }
+  const Unit* units = tokens.units;
+  const float* sums = tokens.sums;
   float sum[PASSES][Tile::VALUES] = {};
 #pragma unroll (C::SPAN > 1 ? 1 : 2)
   for (int span = 0; span < C::GROUPS / C::SPAN; ++span) {
@@ -130,7 +137,9 @@ __device__ __forceinline__ void multiply_chunk(
 #pragma unroll
       for (int pass = 0; pass < PASSES; ++pass)
         if (pass == 0 || 8 * pass < tokens.room)
-          multiply_group<C>(a[g], scale, tokens, group, pass, tile, sum[pass]);
+          multiply_group<C>(a[g], scale, tokens, units, sums, pass, tile, sum[pass]);
+      units += tokens.group_stride();
+      sums += C::SCALES * tokens.room;
     }
   }
 #pragma unroll

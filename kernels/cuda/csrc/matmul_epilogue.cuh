@@ -22,6 +22,11 @@ struct Target {
   Epilogue kind;
 };
 
+// A tile that would leave the matrix begins earlier; rows of its neighbour are then made twice.
+__device__ __forceinline__ int first_row_of(int row, int rows) {
+  return max(0, min(row, rows - 16));
+}
+
 // This warp's sums as [tile][token][16 rows].
 __device__ __forceinline__ void keep_sums(const float (&total)[TILES][PASSES][Tile::VALUES],
                                           const Tile& tile, float* kept) {
@@ -60,8 +65,9 @@ __device__ __forceinline__ void write_sums(const Target& target, const std::uint
   const bool is_glu = target.kind >= SILU;
   for (int i = threadIdx.x; i < target.block_rows * target.tokens; i += 32 * WARPS) {
     const int t = i / (16 * target.tokens), token = i / 16 % target.tokens, lane_row = i % 16;
-    const int row = target.first_row + 16 * t + lane_row;
-    if (row >= matrix.rows) continue;
+    const int meant = target.first_row + 16 * t;
+    const int row = first_row_of(meant, matrix.rows) + lane_row;
+    if (row < meant || row >= matrix.rows) continue;
     float value = sum_of_warps(shared, stride, t, token, lane_row);
     if (matrix.bias != nullptr) value += matrix.bias[row];
     if (is_glu) {

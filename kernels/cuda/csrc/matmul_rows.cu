@@ -26,21 +26,14 @@ constexpr bool IS_SAME = Same<formats::FORMAT, formats::OTHER>::value;
 // What a block works on.
 struct Job {
   const std::uint8_t* first[TILES];  // row of each tile
-  int last_row[TILES];               // of a tile that exists
   const float* x;
-  int k, tokens, room;
+  int last_row, k, tokens, room;  // last_row: of every tile, 15 unless the matrix has fewer
 
   // A register cannot be indexed.
   __device__ __forceinline__ const std::uint8_t* first_of(int tile) const {
     const std::uint8_t* found = first[0];
 #pragma unroll
     for (int t = 1; t < TILES; ++t) found = tile == t ? first[t] : found;
-    return found;
-  }
-  __device__ __forceinline__ int last_of(int tile) const {
-    int found = last_row[0];
-#pragma unroll
-    for (int t = 1; t < TILES; ++t) found = tile == t ? last_row[t] : found;
     return found;
   }
 };
@@ -57,7 +50,7 @@ __device__ __forceinline__ void multiply_all(const Job& job, std::uint8_t* memor
   const int chunks = (job.k + COLUMNS - 1) / COLUMNS;
   const int row_bytes = job.k / F::length * F::bytes;
   Tokens<typename M::Values> staged(memory + M::FIXED, job.room);
-  Raw raw;
+  Raw raw(row_bytes, job.last_row, tile.lane);
 
   // Step s of this warp is tile s % TILES of its chunk s / TILES. Bytes go to the place `slot`.
   const auto fetch = [&](int step, int slot) {
@@ -66,9 +59,9 @@ __device__ __forceinline__ void multiply_all(const Job& job, std::uint8_t* memor
       const std::uint8_t* first = job.first_of(t) + static_cast<long long>(chunk) * BYTES;
       const int left = row_bytes - chunk * BYTES;
       if constexpr (IS_ASYNC)
-        Raw::begin(memory + slot * Raw::SIZE, first, row_bytes, job.last_of(t), left, tile.lane);
+        raw.begin(memory + slot * Raw::SIZE, first, left);
       else
-        raw.load(first, row_bytes, job.last_of(t), left, tile.lane);
+        raw.load(first, left);
     }
     if constexpr (IS_ASYNC) commit_copies();
   };
@@ -83,13 +76,12 @@ __device__ __forceinline__ void multiply_all(const Job& job, std::uint8_t* memor
       if constexpr (IS_ASYNC)
         wait_for_copies<AHEAD - 1>();
       else
-        raw.store(here, tile.lane);
+        raw.store(here);
       __syncwarp();
       fetch(step + AHEAD, next);
       const std::uint8_t* first = job.first_of(t) + static_cast<long long>(chunk) * BYTES;
       float part[PASSES][Tile::VALUES];
-      multiply_chunk<F>(here, memory + STAGES * Raw::SIZE, first, row_bytes, job.last_of(t),
-                        staged, tile, part);
+      multiply_chunk<F>(here, memory + STAGES * Raw::SIZE, first, raw, staged, tile, part);
 #pragma unroll
       for (int i = 0; i < TILES * PASSES * Tile::VALUES; ++i) {
         const int pass = i / Tile::VALUES % PASSES, e = i % Tile::VALUES;
@@ -132,11 +124,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
   Job job;
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
-    const int row = first_row + 16 * (is_glu ? t % PAIRED : t);
-    const int there = min(row, matrix.rows - 1);
-    job.first[t] = (is_glu && t >= PAIRED ? weights1 : matrix.weights) + there * row_bytes;
-    job.last_row[t] = min(15, matrix.rows - 1 - there);
+    const int row = first_row_of(first_row + 16 * (is_glu ? t % PAIRED : t), matrix.rows);
+    job.first[t] = (is_glu && t >= PAIRED ? weights1 : matrix.weights) + row * row_bytes;
   }
+  job.last_row = min(15, matrix.rows - 1);
   job.x = x + static_cast<long long>(first_token) * k;
   job.k = k;
   job.tokens = min(room, tokens - first_token);

@@ -36,7 +36,8 @@ constexpr int odd_sixteens(int bytes) {  // rounded up to an odd number of 16 by
   return ((bytes + 15) / 16 | 1) * 16;
 }
 
-// BYTES of each row in a chunk; ALIGN divides the address of every chunk.
+// BYTES of each row in a chunk; ALIGN divides the address of every chunk. Whole chunks take vectors
+// from where the row's other vectors are, be they needed or not: memory behind a matrix is there.
 template <int BYTES, int ALIGN>
 struct Stage {
   static constexpr int SLACK = ALIGN >= 16 ? 0 : 16 - ALIGN;
@@ -45,63 +46,77 @@ struct Stage {
   static constexpr int SIZE = 16 * STRIDE;
   static constexpr int TURNS = (16 * VECTORS + 31) / 32;
 
-  // Where vector `turn` of this lane comes from, and how many of its bytes the row has.
-  // left: bytes of a row from `first` on.
-  static __device__ __forceinline__ const std::uint8_t* source(const std::uint8_t* first,
-                                                               int row_bytes, int last_row,
-                                                               int left, int lane, int turn,
-                                                               int& valid, int& target) {
-    const int index = lane + 32 * turn, row = index / VECTORS, vector = index % VECTORS;
-    const std::uint8_t* start = first + min(row, last_row) * row_bytes;
-    const int skew =
-        SLACK ? static_cast<int>(reinterpret_cast<std::uint64_t>(start) & 15) : 0;
-    target = row * STRIDE + 16 * vector;
-    valid = row < 16 ? min(16, skew + min(left, BYTES) - 16 * vector) : -1;
-    return start - skew + 16 * vector;
-  }
-  static __device__ __forceinline__ int row_start(const std::uint8_t* first, int row_bytes,
-                                                  int last_row, int row) {
-    const int skew =
-        SLACK ? static_cast<int>(reinterpret_cast<std::uint64_t>(
-                                     first + min(row, last_row) * row_bytes) & 15)
-              : 0;
-    return row * STRIDE + skew;
-  }
+  int row_bytes, last_row, lane;
+  int offset[TURNS];  // of this lane's vectors from the first row
+  uint4 held[TURNS];
 
-  static __device__ __forceinline__ void begin(std::uint8_t* shared, const std::uint8_t* first,
-                                               int row_bytes, int last_row, int left,
-                                               int lane) {
+  __device__ __forceinline__ Stage(int row_bytes, int last_row, int lane)
+      : row_bytes(row_bytes), last_row(last_row), lane(lane) {
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
-      int valid, target;
-      const std::uint8_t* from =
-          source(first, row_bytes, last_row, left, lane, turn, valid, target);
-      if (lane + 32 * turn < 16 * VECTORS)
-        copy_async(shared + target, valid > 0 ? from : first, max(valid, 0));
+      const int index = lane + 32 * turn;
+      offset[turn] = min(index / VECTORS, last_row) * row_bytes + 16 * (index % VECTORS);
+    }
+  }
+
+  static __device__ __forceinline__ int skew(const std::uint8_t* p) {
+    return SLACK ? static_cast<int>(reinterpret_cast<std::uint64_t>(p) & 15) : 0;
+  }
+  // Where the chunk that begins at `first` in the first row begins for another, in shared memory.
+  __device__ __forceinline__ int row_start(const std::uint8_t* first, int row) const {
+    return row * STRIDE + skew(first + min(row, last_row) * row_bytes);
+  }
+  static __device__ __forceinline__ int place(int index) {
+    return STRIDE == 16 * VECTORS ? 16 * index : index / VECTORS * STRIDE + index % VECTORS * 16;
+  }
+  __device__ __forceinline__ bool is_in(int turn) const {
+    return 16 * VECTORS % 32 == 0 || turn < TURNS - 1 || lane + 32 * turn < 16 * VECTORS;
+  }
+  __device__ __forceinline__ const std::uint8_t* vector(const std::uint8_t* first,
+                                                        int offset) const {
+    const std::uint8_t* p = first + offset;
+    return p - skew(p);
+  }
+  // Bytes of a vector that a row has which ends `left` bytes behind the start of the chunk.
+  __device__ __forceinline__ int valid(const std::uint8_t* first, int index, int left) const {
+    const std::uint8_t* start = first + min(index / VECTORS, last_row) * row_bytes;
+    return max(0, min(16, skew(start) + left - 16 * (index % VECTORS)));
+  }
+
+  // left: bytes of a row from `first` on.
+  __device__ __forceinline__ void begin(std::uint8_t* shared, const std::uint8_t* first,
+                                        int left) const {
+    if (left >= BYTES) {
+#pragma unroll
+      for (int turn = 0; turn < TURNS; ++turn)
+        if (is_in(turn))
+          copy_async(shared + place(lane + 32 * turn), vector(first, offset[turn]), 16);
+    } else {
+#pragma unroll 1
+      for (int index = lane; index < 16 * VECTORS; index += 32) {
+        const int bytes = valid(first, index, left);
+        const int from = min(index / VECTORS, last_row) * row_bytes + 16 * (index % VECTORS);
+        copy_async(shared + place(index), vector(first, bytes > 0 ? from : 0), bytes);
+      }
     }
   }
 
   // The same through registers.
-  uint4 held[TURNS];
-
-  __device__ __forceinline__ void load(const std::uint8_t* first, int row_bytes,
-                                       int last_row, int left, int lane) {
+  __device__ __forceinline__ void load(const std::uint8_t* first, int left) {
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
-      int valid, target;
-      const std::uint8_t* from =
-          source(first, row_bytes, last_row, left, lane, turn, valid, target);
-      held[turn] = valid > 0 ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
-      if (valid > 0 && valid < 16) held[turn] = first_bytes(held[turn], valid);
+      const int bytes = left >= BYTES ? 16 : valid(first, lane + 32 * turn, left);
+      held[turn] = uint4{0, 0, 0, 0};
+      if (is_in(turn) && bytes > 0)
+        held[turn] = __ldg(reinterpret_cast<const uint4*>(vector(first, offset[turn])));
+      if (bytes < 16) held[turn] = first_bytes(held[turn], bytes);
     }
   }
-  __device__ __forceinline__ void store(std::uint8_t* shared, int lane) const {
+  __device__ __forceinline__ void store(std::uint8_t* shared) const {
 #pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-      const int index = lane + 32 * turn, row = index / VECTORS, vector = index % VECTORS;
-      if (index < 16 * VECTORS)
-        *reinterpret_cast<uint4*>(shared + row * STRIDE + 16 * vector) = held[turn];
-    }
+    for (int turn = 0; turn < TURNS; ++turn)
+      if (is_in(turn))
+        *reinterpret_cast<uint4*>(shared + place(lane + 32 * turn)) = held[turn];
   }
 
   static __device__ __forceinline__ unsigned first_of_word(unsigned w, int bytes) {

@@ -60,19 +60,12 @@ struct Tokens {
     sums = scales + room;
   }
 
-  __device__ __forceinline__ Unit unit(int plane, int group, int token, int p) const {
-    const Unit* at = units + ((plane * C::GROUPS + group) * room + token) * 4 + p;
-    const uint4 v = *reinterpret_cast<const uint4*>(at);
-    return {{v.x, v.y, v.z, v.w}};
-  }
-
-  // Of run i, and what a token's products are multiplied by. Anything where there is no token.
-  __device__ __forceinline__ float sum(int i, int token) const {
-    return sums[i * room + (token < room ? token : 0)];
-  }
-  __device__ __forceinline__ float scale(int token) const {
-    return scales[token < room ? token : 0];
-  }
+  // Of units, from those of one group to the next.
+  __device__ __forceinline__ int group_stride() const { return 4 * room; }
+  __device__ __forceinline__ int plane_stride() const { return C::GROUPS * 4 * room; }
+  // A token, or another where there is none: its sums are nobody's.
+  __device__ __forceinline__ int some(int token) const { return token < room ? token : 0; }
+  __device__ __forceinline__ float scale(int token) const { return scales[some(token)]; }
 
   // x: the first token's row; column: where the chunk starts.
   __device__ __forceinline__ void stage(const float* x, int tokens, int k, int column, int lane) {
