@@ -65,10 +65,8 @@ class Case:
 
 def copied(record: Any, copy: Callable[[Any], Any]) -> Any:
     """A record of arrays with each of them copied."""
-    arrays = {each.name: getattr(record, each.name) for each in fields(record)}
-    return replace(
-        record, **{k: () if isinstance(v, tuple) else copy(v) for k, v in arrays.items()}
-    )
+    values = {each.name: getattr(record, each.name) for each in fields(record)}
+    return replace(record, **{k: copy(v) for k, v in values.items() if hasattr(v, "dtype")})
 
 
 Sampler = Callable[[Case, np.ndarray], tuple[SlotState, StepOutput]]
