@@ -85,6 +85,13 @@ class Gguf:
         """Bytes of all tensors together."""
         return sum(each.nbytes for each in self.tensors.values())
 
+    def forget(self, name: str) -> None:
+        """Let go of the tensor's pages; they are read again from the page cache when needed."""
+        tensor = self.tensors[name]
+        begin = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        length = tensor.offset + tensor.nbytes - begin
+        self._maps[tensor.shard].madvise(mmap.MADV_DONTNEED, begin, length)
+
     def data(self, name: str) -> np.ndarray:
         """uint8[nbytes]: the tensor's bytes, a read-only view of the map."""
         tensor = self.tensors.get(name)

@@ -23,6 +23,8 @@ ALLOCATION_BYTES = 64  # alignment of each scratch array
 LAYER_ARRAYS = 64  # more than a layer and the ends of a step allocate
 VRAM_BLOCK = 64 << 20  # shared by small tensors
 VRAM_PIECE = 2 << 20  # of which the driver hands out whole numbers
+COPY_SLACK = 128  # behind a tensor copied into host memory: bytes that kernels may read past it
+HUGE_PAGE = 2 << 20
 VRAM_SLACK = 512  # behind a tensor: alignment, and bytes that kernels may read past it
 MOST_COLUMNS = 2**26  # more pages than any memory holds
 
@@ -46,7 +48,7 @@ class Sizes:
     most: tuple[int, ...]  # pages that each group can use
     table: int  # one more page in every slot's tables
     history: int  # the tokens of one more page in every slot
-    weights: int = 0  # in VRAM; what stays in the mapped file does not count
+    weights: int = 0  # in VRAM or copied; what stays in the mapped file does not count
 
     @property
     def fixed(self) -> int:
@@ -166,6 +168,17 @@ def resident_bytes(tensors: Iterable[Tensor]) -> int:
             large += -(-nbytes // VRAM_PIECE) * VRAM_PIECE
     # All blocks but the last are three quarters full at least.
     return large + (small * 4 // (3 * VRAM_BLOCK) + 1) * VRAM_BLOCK
+
+
+def copied_bytes(tensors: Iterable[Tensor]) -> int:
+    """What a copy of the tensors takes in host memory, in huge pages; one of them to spare, since
+    tensors that are copied in parts take a little more."""
+    return (-(-sum(copied_size(each.nbytes) for each in tensors) // HUGE_PAGE) + 1) * HUGE_PAGE
+
+
+def copied_size(nbytes: int) -> int:
+    """The distance from a copied tensor to the next: kernels may read a little past its end."""
+    return -(-(nbytes + COPY_SLACK) // 64) * 64
 
 
 def row_bytes(backend: Backend, option: str, type_name: str, dim: int) -> int:

@@ -20,9 +20,18 @@ from typing import Protocol
 
 import msgspec
 from voltapile.shm.gguf import Tensor
+from voltapile.topology.affinity import choose_cpus
 from voltapile.topology.endpoint import default_endpoint
 from voltapile.topology.machine import Machine
-from voltapile.topology.memory import PlanError, Sizes, memory_of, resident_bytes, row_bytes, sizes
+from voltapile.topology.memory import (
+    PlanError,
+    Sizes,
+    copied_bytes,
+    memory_of,
+    resident_bytes,
+    row_bytes,
+    sizes,
+)
 from voltapile.topology.spec import CacheNeed, Spec
 
 __all__ = ["Backend", "Options", "Plan", "PlanError", "from_json", "largest_context", "plan"]
@@ -62,6 +71,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     margin_bytes: int = 256 << 20
     endpoint: str = ""  # ZeroMQ address of the gateway; "" means an ipc socket named by the Plan
     alias: str = ""  # the name that clients see; "" means the file's
+    no_mmap: bool = False  # copy the weights into memory of huge pages instead of mapping the file
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,8 +163,8 @@ def plan(
     """The Plan of one rank, on the CPU or on the first GPU. Raises PlanError."""
     _check(options)
     warnings: list[str] = []
-    tensors = _tensors(gguf, backend)
-    node, cpus = _cpus(machine, options.threads, warnings)
+    tensors = _tensors(gguf, backend, options)
+    node, cpus = choose_cpus(machine, options.threads, warnings)
     slots = options.slots or DEFAULT_SLOTS
     groups, budget = _budget(spec, gguf, machine, backend, options)
     context, columns = _context(spec, budget, slots, options, warnings)
@@ -284,10 +294,12 @@ def _budget(
             f"the model's tensors take {_show(mapped)}, but {owner} has "
             f"{_show(total)} of memory in all: take a smaller model or quantisation"
         )
-    weights = resident_bytes(gguf.tensors.values()) if backend.in_vram else 0
+    tensors = gguf.tensors.values()
+    copied = copied_bytes(tensors) if options.no_mmap else 0
+    weights = resident_bytes(tensors) if backend.in_vram else copied
     found = sizes(spec, backend, groups, slots, options.batch_tokens, STEPS_IN_FLIGHT, weights)
     available = free - options.margin_bytes
-    beside = 0 if backend.in_vram else mapped
+    beside = 0 if weights else mapped
     return groups, _Budget(found, available, options.margin_bytes, beside, backend.page_tokens)
 
 
@@ -323,7 +335,7 @@ def _shortage(budget: _Budget, context: int, options: Options) -> str:
         advice += ", or a smaller cache type (-ctk, -ctv)"
     weights = f"weights {_show(budget.sizes.weights)}, " if budget.sizes.weights else ""
     if weights:
-        advice += ", or -ngl 0 for the CPU"
+        advice += ", or no --no-mmap" if options.no_mmap else ", or -ngl 0 for the CPU"
     return (
         f"not enough memory: {_show(needed)} needed ({weights}cache for a context of {context} "
         f"{_show(kv)}, scratch {_show(budget.sizes.scratch)}, slots {_show(budget.sizes.slots)}, "
@@ -350,10 +362,10 @@ def _cache_group(need: CacheNeed, backend: Backend, key_type: str, value_type: s
     )
 
 
-def _tensors(gguf: TensorTable, backend: Backend) -> dict[str, Placement]:
-    """Every tensor is in VRAM, or stays in the mapped file."""
+def _tensors(gguf: TensorTable, backend: Backend, options: Options) -> dict[str, Placement]:
+    """Every tensor is in VRAM, copied into host memory, or stays in the mapped file."""
     placed = {}
-    tier = "vram" if backend.in_vram else "mapped"
+    tier = "vram" if backend.in_vram else "host" if options.no_mmap else "mapped"
     for name, tensor in gguf.tensors.items():
         if tensor.type_name not in backend.formats:
             raise PlanError(
@@ -362,20 +374,6 @@ def _tensors(gguf: TensorTable, backend: Backend) -> dict[str, Placement]:
             )
         placed[name] = Placement(tier=tier, ranks=[0], bytes=tensor.nbytes, type=tensor.type_name)
     return placed
-
-
-def _cpus(machine: Machine, wanted: int, warnings: list[str]) -> tuple[int, list[int]]:
-    """A node, and one CPU for each thread: its cores, other nodes' cores, then siblings."""
-    home = max(machine.nodes, key=lambda node: (node.cores, node.free_bytes, -node.id))
-    nodes = [home, *(node for node in machine.nodes if node is not home)]
-    order = [cpu for node in nodes for cpu in node.cpus[: node.cores]]
-    order += [cpu for node in nodes for cpu in node.cpus[node.cores :]]
-    if not wanted:
-        limit = max(1, int(machine.cpu_limit)) if machine.cpu_limit else home.cores
-        return home.id, order[: min(limit, home.cores)]
-    if wanted > len(order):
-        warnings.append(f"-t {wanted}: this process may use {len(order)} CPUs")
-    return home.id, order[:wanted]
 
 
 def _alias(path: str) -> str:

@@ -32,7 +32,7 @@ from voltapile.workers.caches import Caches
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.protocol import Result, Row, Sampled, Sampling, Step, Want
 from voltapile.workers.scoring import PromptScores
-from voltapile.workers.weights import DummyWeights, FileWeights
+from voltapile.workers.weights import DummyWeights, FileWeights, HugePages
 
 Progress = Callable[[str, float], None]  # stage, fraction
 
@@ -53,7 +53,7 @@ class Engine:
         """Build the model, allocate caches, record the decode steps."""
         spec = spec_of(self.gguf)
         kind = DummyWeights if self.is_dummy else FileWeights
-        weights = kind(self.gguf, self.ops, lambda f: progress("weights", f))
+        weights = kind(self.gguf, self.ops, lambda f: progress("weights", f), self._pages())
         self.model = model_class(spec.architecture)(spec, weights, self.ops)
         self.layers = spec.layers
         progress("caches", 0.0)
@@ -69,6 +69,12 @@ class Engine:
                 progress("capture", done / len(self.plan.buckets))
                 self.graphs[rows] = self._record(rows)
         progress("ready", 1.0)
+
+    def _pages(self) -> HugePages | None:
+        """Memory for the weights, where the Plan copies them."""
+        if not any(each.tier == "host" for each in self.plan.tensors.values()):
+            return None
+        return HugePages(self.plan.ranks[self.rank].memory["weights"])
 
     def run(self, step: Step) -> Result:
         """Compute one Step."""

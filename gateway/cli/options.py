@@ -41,6 +41,8 @@ def add_model_options(
     add("-a", "--alias", default="", metavar="NAME", help="the model's name for clients")
     add("-ngl", "--n-gpu-layers", "--gpu-layers", dest="gpu_layers", type=int, default=-1,
         metavar="N", help="0 keeps the GPU out; anything else is all layers")  # fmt: skip
+    add("--no-mmap", action="store_true",
+        help="copy the weights into huge pages: a slower start, faster decoding")  # fmt: skip
     add("--backend", default=DEFAULT_BACKEND, choices=BACKENDS,
         help="who computes; auto: cuda where there is a GPU, else cpu")  # fmt: skip
     add("--machine", default=None, metavar="FILE", help="plan for the machine in this JSON file")
@@ -67,6 +69,7 @@ def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
         cache_type_v=args.cache_type_v,
         endpoint=endpoint or getattr(args, "endpoint", None) or "",
         alias=args.alias,
+        no_mmap=args.no_mmap,
     )
     with Gguf.open(Path(args.model).expanduser()) as gguf:
         computer = machine.load(args.machine) if args.machine else machine.probe()
