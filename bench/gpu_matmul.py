@@ -68,7 +68,7 @@ class Bench:
                 self.ops.reset_scratch()
                 weights = sets[i % len(sets)]
                 if label == "gate+up":
-                    matmul.glu(self.ops, x, *weights, "silu", policy=policy)
+                    matmul.glu(self.ops, x, weights[0], weights[1], "silu", policy=policy)
                 else:
                     none = [None] * len(weights)
                     matmul.linears(self.ops, x, weights, none, policy=policy)
