@@ -7,6 +7,8 @@
 #                                     sanitize. setup always runs.
 #
 # A stage that fails is told and the next one runs. Whole logs are in $OUT, where that is set.
+# SELECT is pytest's -k for the test stages, e.g. "native" to leave out the driver's compilation of
+# the Volta source, which takes minutes; MAXFAIL after how many failures a stage stops.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -73,7 +75,7 @@ build() {
 
 arch() { $python -c "from voltapile.topology.gpu import probe_gpus as p; print('sm_%d' % p()[0].arch)"; }
 
-tests() { $python -m pytest -q -W default --maxfail="${MAXFAIL:-8}" --ptx "$models/ptx" "$@" -rfE --tb=short; }
+tests() { $python -m pytest -q -W default --maxfail="${MAXFAIL:-8}" --ptx "$models/ptx" -k "${SELECT:-}" "$@" -rfE --tb=short; }
 
 bench() {
   for model in "$models"/*.gguf; do
