@@ -46,8 +46,7 @@ def test_embed_is_exact(cuda: Any, put: Any, type_name: str) -> None:
     ref = ReferenceOps()
     for scale in (1.0, 45.25):
         ours = cuda.to_host(cuda.embed(cuda.weight(data, type_name, (33, 512)), put(tokens), scale))
-        with np.errstate(over="ignore"):  # random exponents of MXFP4
-            with np.errstate(all="ignore"):  # MXFP4 reaches infinity
+        with np.errstate(all="ignore"):  # MXFP4 reaches infinity
             theirs = ref.embed(ref.weight(data, type_name, (33, 512)), tokens, scale)
         np.testing.assert_array_equal(ours, theirs)
 
