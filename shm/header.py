@@ -20,6 +20,7 @@ Buffer = Any  # bytes or mmap.mmap
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 MAX_DIMS = 4
+MAX_PADDING = 4096  # after a file's last tensor
 MAX_KEY_BYTES = 65535  # the specification's limit; also taken for tensor names
 # No real header comes near these; they keep a file that lies from costing time and memory.
 MAX_HEADER_BYTES = 256 << 20
@@ -290,4 +291,12 @@ def _placed(cursor: _Cursor, infos: list[tuple[Tensor, int]], base: int) -> list
                 f"{first.offset + first.nbytes}",
                 second.offset,
             )
+    _refuse_another(cursor, max((each.offset + each.nbytes for each in placed), default=base))
     return placed
+
+
+def _refuse_another(cursor: _Cursor, end: int) -> None:
+    """No second GGUF may follow the data: files that were joined give their first part only."""
+    at = bytes(cursor.data[end : end + MAX_PADDING]).find(b"GGUF")
+    if at >= 0 and not any(cursor.data[end : end + at]):
+        cursor.fail("another GGUF file begins here, expected one: were two joined?", end + at)

@@ -213,3 +213,11 @@ def test_flipped_bytes_parse_or_fail_cleanly(data: st.DataObject) -> None:
         message, tensors = str(error), []
     assert message.startswith("f: byte ")
     assert all(tensor.offset + tensor.nbytes <= len(damaged) for tensor in tensors)
+
+
+@pytest.mark.parametrize("padding", [0, 24])
+def test_a_joined_file_is_refused(padding: int) -> None:
+    one = build([], [TENSOR], bytes(32 + padding))
+    assert len(parse("one", one).tensors) == 1
+    with pytest.raises(GgufError, match=f"byte {len(one)}: another GGUF file begins here"):
+        parse("two", one + one)
