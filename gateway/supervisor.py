@@ -8,6 +8,7 @@ asks a worker to stop, the supervisor only sends signals.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket as socketlib
@@ -50,8 +51,10 @@ def plan_file(plan: Plan) -> Iterator[Path]:
     path.unlink(missing_ok=True)
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # while we live, which is what _sweep asks
             file.write(to_json(plan))
-        yield path
+            file.flush()
+            yield path
     finally:
         path.unlink(missing_ok=True)
         socket.unlink(missing_ok=True)
@@ -83,6 +86,12 @@ def _sweep(folder: Path) -> None:
         if not _listens(path):
             path.with_suffix(".json").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
+    for path in folder.glob("*.json"):  # of those killed before they listened
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_written = file.read(1) != b""  # an empty one's owner is about to lock it
+            if is_written and not _listens(path.with_suffix(".sock")):
+                path.unlink(missing_ok=True)
 
 
 class Pulse:

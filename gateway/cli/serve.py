@@ -107,6 +107,7 @@ class Server:
 
         async with AsyncExitStack() as stack:
             files = stack.enter_context(ExitStack())
+            self._take_signals(files)  # before there is anything to leave behind
             pulse = files.enter_context(Pulse(self.plan))
             if self.starts_workers:
                 path = files.enter_context(plan_file(self.plan))
@@ -114,7 +115,6 @@ class Server:
                 if self.args.record:
                     commands[self.plan.answer_rank] += ["--record", str(self.args.record)]
                 self.supervisor = Supervisor(commands)
-            self._take_signals(files)
             seconds = SILENT_SECONDS.get(self.plan.backend, 4.0)
             gap = self.args.max_gap_ms / 1000
             engine = Engine(self.plan, self.supervisor, pulse.age, seconds, max_gap=gap)

@@ -163,8 +163,10 @@ def test_what_killed_servers_left_is_swept(tmp_path: Path, monkeypatch: pytest.M
         live.listen()
         for name in ("dead.json", "live.json", "starting.json"):
             (tmp_path / name).touch()
-        with plan_file(make_plan("tcp://127.0.0.1:1")):
-            pass
+        (tmp_path / "never-listened.json").write_text("{}")
+        first, second = make_plan("tcp://127.0.0.1:1"), make_plan("tcp://127.0.0.1:2")
+        with plan_file(first) as ours, plan_file(second):
+            assert ours.exists(), "a living server's, although no socket is beside it"
         left = sorted(path.name for path in tmp_path.iterdir())
         assert left == ["live.json", "live.sock", "starting.json"]
         assert is_taken(f"ipc://{tmp_path}/live.sock")
