@@ -214,6 +214,24 @@ class Ops(Protocol):
     def store_kv(self, cache: Any, k: Array, v: Array, batch: Batch, group: int) -> None:
         """k [T, Hkv * d], v [T, Hkv * dv] to page pages[group][slot, position // page_tokens]."""
 
+    def rope_store(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        angles: Array,
+        layout: str,
+        cache: Any,
+        batch: Batch,
+        group: int,
+        eps: float = 0.0,
+        q_norm: Weight | None = None,
+        k_norm: Weight | None = None,
+    ) -> Array:
+        """What comes between linears and attention: rms_norm of the heads of q and k, by those
+        weights that are given; rope_ of both; store_kv of k and v. Returns the new q; what was
+        in q and k is lost."""
+
     def attention(
         self,
         q: Array,
@@ -234,6 +252,29 @@ class Ops(Protocol):
 
     def copy(self, x: Array) -> Array:
         """A scratch copy of x (taps)."""
+
+
+def rope_store_in_parts(
+    ops: Ops,
+    vectors: tuple[Array, Array, Array],
+    angles: Array,
+    layout: str,
+    store: tuple[Any, Batch, int],
+    eps: float,
+    norms: tuple[Weight | None, Weight | None],
+    head_dim: int,
+) -> Array:
+    """Ops.rope_store by way of other Ops, which defines it. store: cache, batch and group."""
+    q, k, v = vectors
+    if norms[0] is not None:
+        q = ops.rms_norm(q, norms[0], eps)
+    if norms[1] is not None:
+        k = ops.rms_norm(k, norms[1], eps)
+    ops.rope_(q, angles, head_dim, layout)
+    ops.rope_(k, angles, head_dim, layout)
+    cache, batch, group = store
+    ops.store_kv(cache, k, v, batch, group)
+    return q
 
 
 def slot_state(ops: Ops, slots: int, context: int) -> SlotState:

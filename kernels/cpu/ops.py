@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cpu import _cpu
 from voltapile.kernels.cpu.scratch import Scratch, aligned_bytes
-from voltapile.kernels.ops import Batch, SlotState, StepOutput, Weight
+from voltapile.kernels.ops import Batch, SlotState, StepOutput, Weight, rope_store_in_parts
 from voltapile.shm.formats import format_of
 
 KV_TYPES = {"f16": (1, 2), "f32": (1, 4), "q8_0": (32, 34)}  # values, bytes of a block
@@ -268,6 +268,25 @@ class CpuOps:
         assert k.size == tokens * cache.kv_heads * cache.key_dim, (k.shape, tokens)
         assert v.size == tokens * cache.kv_heads * cache.value_dim, (v.shape, tokens)
         self._engine.store_kv(cache.handle, k, v, batch.slots, batch.positions, batch.pages[group])
+
+    def rope_store(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        angles: np.ndarray,
+        layout: str,
+        cache: CpuKv,
+        batch: Batch,
+        group: int,
+        eps: float = 0.0,
+        q_norm: Weight | None = None,
+        k_norm: Weight | None = None,
+    ) -> np.ndarray:
+        norms, store, dim = (q_norm, k_norm), (cache, batch, group), cache.key_dim
+        vectors = q, k, v
+        out: np.ndarray = rope_store_in_parts(self, vectors, angles, layout, store, eps, norms, dim)
+        return out
 
     def attention(
         self,

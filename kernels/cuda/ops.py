@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda import attention, dummy, matmul, rows, sampling
+from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampling
 from voltapile.kernels.cuda.device import Device, Lane
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
 from voltapile.kernels.cuda.loader import Loader
@@ -264,6 +264,23 @@ class CudaOps:
         self, cache: Any, k: DeviceArray, v: DeviceArray, batch: Batch, group: int
     ) -> None:
         attention.store_kv(self, cache, k, v, batch, group)
+
+    def rope_store(
+        self,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        angles: DeviceArray,
+        layout: str,
+        cache: Any,
+        batch: Batch,
+        group: int,
+        eps: float = 0.0,
+        q_norm: Weight | None = None,
+        k_norm: Weight | None = None,
+    ) -> DeviceArray:
+        norms = _or_none(q_norm), _or_none(k_norm)
+        return heads.rope_store(self, q, k, v, angles, layout, cache, batch, group, eps, norms)
 
     def attention(
         self,

@@ -15,7 +15,15 @@ from typing import Any
 
 import gguf
 import numpy as np
-from voltapile.kernels.ops import Array, Batch, Graph, SlotState, StepOutput, Weight
+from voltapile.kernels.ops import (
+    Array,
+    Batch,
+    Graph,
+    SlotState,
+    StepOutput,
+    Weight,
+    rope_store_in_parts,
+)
 from voltapile.kernels.reference.sampling import sample
 
 KEEP_BYTES = 4 << 30  # dequantised weights that are kept
@@ -195,6 +203,23 @@ class ReferenceOps:
         place = batch.positions % page_tokens
         cache.keys[page, place] = k.reshape(len(k), heads, -1)
         cache.values[page, place] = v.reshape(len(v), heads, -1)
+
+    def rope_store(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        angles: np.ndarray,
+        layout: str,
+        cache: PagedKV,
+        batch: Batch,
+        group: int,
+        eps: float = 0.0,
+        q_norm: Weight | None = None,
+        k_norm: Weight | None = None,
+    ) -> Array:
+        norms, store, dim = (q_norm, k_norm), (cache, batch, group), cache.keys.shape[3]
+        return rope_store_in_parts(self, (q, k, v), angles, layout, store, eps, norms, dim)
 
     def attention(
         self,

@@ -227,3 +227,17 @@ def test_a_captured_step_follows_positions(cuda: Any, put: Any) -> None:
     cuda.upload(batch.positions, np.array([300, 9], np.int32))
     graph.replay()
     np.testing.assert_array_equal(cuda.to_host(y).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_0")], ids=ids)
+@pytest.mark.parametrize(("layout", "pairs"), [("neox", 64), ("norm", 64), ("neox", 20)])
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_rope_store_is_its_parts(
+    cuda: Any, put: Any, is_normed: bool, layout: str, pairs: int, types: tuple[str, str]
+) -> None:
+    weights: tuple[Any, Any] = (None, None)
+    if is_normed:
+        values = np.random.default_rng(3).standard_normal(128, np.float32)
+        weights = (cuda.weight(values.view(np.uint8), "F32", (128,)),) * 2
+    tolerance = 1e-5 if is_normed else 0.0
+    twin.check_rope_store(cuda, put, weights, layout, pairs, types, 128, tolerance)

@@ -132,7 +132,7 @@ class Attention:
 
     def __init__(self, spec: Spec, weights: Weights, layer: int, ops: Ops) -> None:
         blk = f"blk.{layer}"
-        self.ops, self.eps, self.key_dim = ops, spec.eps, spec.key_dim
+        self.ops, self.eps = ops, spec.eps
         (self.attn_q, self.attn_k, self.attn_v), self.attn_qkv_bias = qkv(spec, weights, blk)
         self.attn_q_norm = weights.optional(f"{blk}.attn_q_norm.weight")
         self.attn_k_norm = weights.optional(f"{blk}.attn_k_norm.weight")
@@ -153,13 +153,19 @@ class Attention:
         ops = self.ops
         matrices = self.attn_q, self.attn_k, self.attn_v
         q, k, v = ops.linears(h, matrices, self.attn_qkv_bias)
-        if self.attn_q_norm:
-            q = ops.rms_norm(q, self.attn_q_norm, self.eps)
-        if self.attn_k_norm:
-            k = ops.rms_norm(k, self.attn_k_norm, self.eps)
-        ops.rope_(q, angles, self.key_dim, self.layout)
-        ops.rope_(k, angles, self.key_dim, self.layout)
-        ops.store_kv(cache.kv, k, v, batch, cache.group)
+        q = ops.rope_store(
+            q,
+            k,
+            v,
+            angles,
+            self.layout,
+            cache.kv,
+            batch,
+            cache.group,
+            self.eps,
+            self.attn_q_norm,
+            self.attn_k_norm,
+        )
         o = ops.attention(q, cache.kv, batch, cache.group, self.head_map, self.scale, self.window)
         return ops.linear(o, self.attn_output, self.attn_output_bias, add_to)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda import attention as launcher
+from voltapile.kernels.cuda import heads, rows
 from voltapile.kernels.cuda.launch import DeviceArray
 from voltapile.kernels.ops import Batch
 
@@ -179,3 +180,37 @@ def decode(raw: np.ndarray, kind: str, kv_heads: int, dim: int) -> np.ndarray:
         pairs = data.reshape(*shape, dim // 32, 16)
         numbers = np.concatenate([pairs & 15, pairs >> 4], -1).astype(np.float64) - 8
     return (numbers * scales.reshape(*shape, dim // 32, 1)).reshape(*shape, dim)
+
+
+def check_rope_store(
+    ops: Any,
+    put: Put,
+    weights: tuple[Any, Any],
+    layout: str,
+    pairs: int,
+    types: tuple[str, str],
+    dim: int = 64,
+    tolerance: float = 0.0,
+) -> None:
+    """heads.rope_store against the launchers that it stands for; weights: norms of q and k."""
+    case = Case([(0, 62, 3), (1, 5, 1)], dim=dim, heads=6, kv_heads=2, types=types)
+    worlds = [World(ops, put, case) for _ in range(2)]
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((4, 6 * dim), np.float32)
+    k, v = (rng.standard_normal((4, 2 * dim), np.float32) for _ in range(2))
+    turns = rng.standard_normal((4, pairs, 2), np.float32)
+    angles, batch = put(turns), worlds[0].batch(worlds[0].tokens, 4)
+    once = heads.rope_store(
+        *(ops, put(q), put(k), put(v), angles, layout, worlds[0].cache, batch, 0, 1e-6, weights)
+    )
+    parts = [put(q), put(k)]
+    for i, weight in enumerate(weights):
+        if weight is not None:
+            parts[i] = rows.rms_norm(ops, parts[i], weight, 1e-6)
+        rows.rope_(ops, parts[i], angles, dim, layout)
+    launcher.store_kv(ops, worlds[1].cache, parts[1], put(v), batch, 0)
+    np.testing.assert_allclose(
+        ops.to_host(once), ops.to_host(parts[0]), rtol=tolerance, atol=tolerance
+    )
+    for ours, theirs in zip(worlds[0].stored(), worlds[1].stored(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1000 * tolerance)

@@ -162,3 +162,30 @@ def test_prompt_kernels_fit_cards_with_little_shared_memory() -> None:
             assert launcher.prefill_shared(*shape, arch) <= most << 10, (dim, arch)
             for tiles in launcher.row_tiles(*cache.shape):
                 assert launcher.decode_shared(*cache.shape, tiles, arch) <= most << 10, (dim, arch)
+
+
+@pytest.mark.parametrize("norms", [(False, False), (True, True), (False, True)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "pairs", "dim", "types"),
+    [
+        ("neox", 32, 64, ("f16", "f16")),
+        ("norm", 20, 64, ("q8_0", "q4_0")),
+        ("neox", 30, 80, ("f16", "f16")),
+        ("norm", 128, 256, ("f16", "q8_0")),
+    ],
+)
+def test_rope_store_is_its_parts(
+    ops_for: Callable[[int], Any],
+    layout: str,
+    pairs: int,
+    dim: int,
+    types: tuple[str, str],
+    norms: tuple[bool, bool],
+) -> None:
+    ops = ops_for(70)
+    values = np.random.default_rng(3).standard_normal((2, dim), np.float32)
+    weights = tuple(
+        ops.weight(each, "F32", (dim,)) if is_there else None
+        for each, is_there in zip(values, norms, strict=True)
+    )
+    twin.check_rope_store(ops, ops.array, weights, layout, pairs, types, dim)

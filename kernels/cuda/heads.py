@@ -1,0 +1,60 @@
+"""Launcher of what happens to q, k and v before attention: norms of heads, rope, into the cache.
+
+Takes a Launcher and device arrays; knows neither cupy nor models.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from voltapile.kernels.cuda.attention import KINDS, CudaKv
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.ops import Batch
+
+ROPE_STORE = Instance("attention_heads.cu", "rope_store", (), True)
+INSTANCES = [ROPE_STORE]
+
+WARPS = 4  # of a block, and heads
+
+
+def rope_store(
+    ops: Launcher,
+    q: DeviceArray,
+    k: DeviceArray,
+    v: DeviceArray,
+    angles: DeviceArray,
+    layout: str,
+    cache: CudaKv,
+    batch: Batch,
+    group: int,
+    eps: float,
+    norms: tuple[CudaWeight | None, CudaWeight | None],
+) -> DeviceArray:
+    tokens, table, dim = len(batch.slots), batch.pages[group], cache.key_dim
+    heads, pairs = q.size // max(1, tokens) // dim, angles.shape[1]
+    assert layout in ("norm", "neox"), layout
+    assert q.size == tokens * heads * dim, (q.shape, tokens, dim)
+    assert k.size == tokens * cache.kv_heads * dim, (k.shape, tokens)
+    assert v.size == tokens * cache.kv_heads * cache.value_dim, (v.shape, tokens)
+    assert len(angles) == tokens, (angles, tokens)
+    assert 2 * pairs <= dim, (angles, dim)
+    assert all(each is None or each.shape == (dim,) for each in norms), norms
+    if tokens == 0:
+        return q
+    apart = 1 if layout == "norm" else pairs
+    sizes = heads, cache.kv_heads, dim, cache.value_dim, pairs, apart
+    kinds = KINDS[cache.key_type], KINDS[cache.value_type]
+    pointers = angles, cache.keys, cache.values, table, batch.slots, batch.positions
+    ops.kernel(ROPE_STORE)(
+        (-(-(heads + 2 * cache.kv_heads) // WARPS), tokens),
+        32 * WARPS,
+        (
+            *(q.ptr, k.ptr, v.ptr),
+            *(0 if each is None else each.ptr for each in norms),
+            *(array.ptr for array in pointers),
+            *map(np.int32, sizes),
+            np.float32(eps),
+            *map(np.int32, (table.shape[1], cache.pages, *kinds)),
+        ),
+        4 * WARPS * dim,
+    )
+    return q
