@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 LOCK = "voltapile-bench.lock"  # in the system's folder for temporary files
 NORMAL_TOKEN = 1  # tokenizer.ggml.token_type of what is neither special nor a lone byte
+HEADER = "| threads | prompt | prefill tok/s | generate | decode tok/s |\n|---|---|---|---|---|"
 CHUNK = 64  # prompts are cut at multiples of it, as the gateway does
 
 
@@ -63,11 +64,10 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(measure(args, args.threads[0])))
             return 0
-        print(
-            "| threads | prompt | prefill tok/s | generate | decode tok/s |\n|---|---|---|---|---|"
-        )
-        for threads in args.threads:
+        for i, threads in enumerate(args.threads):
             row = measure(args, threads)
+            if i == 0:  # not before something was measured
+                print(HEADER)
             keys = ("threads", "prompt", "prefill_tok_s", "generate", "decode_tok_s")
             print("| " + " | ".join(str(row[key]) for key in keys) + " |", flush=True)
     return 0

@@ -32,10 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", default="", metavar="KEY", help="if the server asks for one")
     add("--model", default="", metavar="NAME", help="if the server has several")
     add("-sys", "--system", default="", metavar="TEXT", help="the system message")
-    add("--temp", "--temperature", dest="temperature", type=float, metavar="X")
-    add("--top-k", type=int, metavar="N")
-    add("--top-p", type=float, metavar="X")
-    add("-s", "--seed", type=int, metavar="N")
+    add("--temp", "--temperature", dest="temperature", type=float, metavar="X",
+        help="0: the likeliest tokens; without it the server's default, 1")  # fmt: skip
+    add("--top-k", type=int, metavar="N", help="of so many likeliest tokens only")
+    add("--top-p", type=float, metavar="X", help="of the likeliest that make up X")
+    add("-s", "--seed", type=int, metavar="N", help="the same again gives the same answer")
     add("-n", "--max-tokens", type=int, metavar="N", help="end an answer after N tokens")
 
 

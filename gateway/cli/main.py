@@ -21,13 +21,22 @@ COMMANDS = {
 }
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default in ("", []):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def parser_for(command: str) -> argparse.ArgumentParser:
     """The parser of one subcommand; imports only that subcommand's module."""
     module = importlib.import_module(f"voltapile.gateway.cli.{command}")
     parser = argparse.ArgumentParser(
         prog=f"voltapile {command}",
         description=COMMANDS[command],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--verbose", action="store_true", help="log more")
     module.add_arguments(parser)

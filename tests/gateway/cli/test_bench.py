@@ -45,6 +45,13 @@ def test_json_has_the_keys_of_the_other_benches(
     assert os.sched_getaffinity(0) == before
 
 
+def test_a_failure_prints_no_table(mini: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["bench", "-m", str(mini / "missing.gguf")]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "missing.gguf" in printed.err
+
+
 def test_a_row_for_each_thread_count(mini: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(mini / "llama/model-f16.gguf")
     assert main.main(["bench", "-m", model, "-p", "8", "-n", "2", "-r", "1", "-t", "1,2"]) == 0
