@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from voltapile.gateway.sandbox import Sandbox, TemplateError
@@ -135,4 +136,6 @@ def _with_parsed_arguments(call: Any) -> Any:
 def _token_text(metadata: Mapping[str, Any], role: str) -> str:
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     token = metadata.get(f"tokenizer.ggml.{role}_token_id")
-    return str(tokens[int(token)]) if token is not None and 0 <= int(token) < len(tokens) else ""
+    if not isinstance(token, Integral) or not 0 <= int(token) < len(tokens):
+        return ""
+    return str(tokens[int(token)])

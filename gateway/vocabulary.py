@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -126,6 +127,8 @@ def _role(metadata: Mapping[str, Any], role: str, size: int) -> int | None:
     value = _get(metadata, f"{role}_token_id", None)
     if value is None:
         return None
+    if not isinstance(value, Integral):
+        raise TokenizerError(f"tokenizer.ggml.{role}_token_id is {value!r}; expected an integer")
     if not 0 <= int(value) < size:
         # Files with -1 or 2^32 - 1 for "none" exist.
         log.warning("ignored tokenizer.ggml.%s_token_id %s: not below %d", role, value, size)

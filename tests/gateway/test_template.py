@@ -146,3 +146,5 @@ def test_tokens_and_the_template_for_tools_come_from_the_file() -> None:
     template = ChatTemplate.from_metadata(metadata)
     assert template.render(user("x")) == "<s>plain"
     assert template.render(user("x"), tools=[{}]) == "1 tools"
+    template = ChatTemplate.from_metadata({**metadata, "tokenizer.ggml.bos_token_id": "x"})
+    assert template.render(user("x")) == "plain", "the tokeniser refuses such a file"

@@ -67,3 +67,8 @@ def test_equal_and_empty_texts() -> None:
 def test_nonsense_is_named(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(TokenizerError, match=words):
         Vocabulary.from_metadata(metadata(**keys))
+
+
+def test_a_role_that_is_no_number_is_named() -> None:
+    with pytest.raises(TokenizerError, match="eos_token_id is 'x'; expected an integer"):
+        Vocabulary.from_metadata(metadata(eos_token_id="x"))
