@@ -98,6 +98,7 @@ class Server:
         self.plan, self.args, self.starts_workers = plan, args, starts_workers
         self.stop = asyncio.Event()
         self.supervisor: Supervisor | None = None
+        self.can_chat = True
 
     async def run(self) -> int:
         """Serve until told to stop. Raises OSError if there is nothing to serve."""
@@ -139,7 +140,7 @@ class Server:
                 template = ChatTemplate.from_metadata(gguf.metadata)
             except TemplateError as error:
                 self._say(f"no chat: {error}")
-                template = None
+                template, self.can_chat = None, False
         keys, metrics = api_keys(self.args), self.args.metrics
         app = make_app(engine, tokenizer, template, self.plan, api_keys=keys, metrics=metrics)
         gc.collect()
@@ -193,10 +194,14 @@ class Server:
 
     def _example(self, url: str) -> str:
         key = " -H 'Authorization: Bearer KEY'" if api_keys(self.args) else ""
+        if self.can_chat:
+            path = "chat/completions"
+            prompt = '"messages": [{"role": "user", "content": "Why is the sky blue?"}]'
+        else:
+            path, prompt = "completions", '"prompt": "The sky is blue because"'
         return (
-            f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
-            '  -d \'{"messages": [{"role": "user", "content": "Why is the sky blue?"}], '
-            '"max_tokens": 100}\''
+            f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' \\\n"
+            f"  -d '{{{prompt}, \"max_tokens\": 100}}'"
         )
 
     @staticmethod

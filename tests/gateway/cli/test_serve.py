@@ -1,0 +1,32 @@
+"""voltapile serve: the line to paste (running it is tested in tests/gateway/test_serve.py)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from voltapile.gateway.cli.main import parser_for
+from voltapile.gateway.cli.serve import Server
+from voltapile.topology.plan import Plan
+
+URL = "http://127.0.0.1:8080"
+
+
+@pytest.mark.parametrize(
+    ("can_chat", "path", "field"),
+    [(True, "/v1/chat/completions", "messages"), (False, "/v1/completions", "prompt")],
+)
+def test_the_example_is_one_that_the_model_can_answer(
+    mini: Path, plan_for: Callable[..., Plan], can_chat: bool, path: str, field: str
+) -> None:
+    model = mini / "llama/model-f16.gguf"
+    args = parser_for("serve").parse_args(["-m", str(model), "--api-key", "k"])
+    server = Server(plan_for(model), args, starts_workers=True)
+    server.can_chat = can_chat
+    words = shlex.split(server._example(URL))
+    assert words[:2] == ["curl", URL + path]
+    assert "Authorization: Bearer KEY" in words
+    assert set(json.loads(words[-1])) == {field, "max_tokens"}
