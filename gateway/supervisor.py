@@ -106,8 +106,11 @@ class Pulse:
         try:
             self._board = Board.create(self._plan_id, self._ranks)
             self._is_ours = True
-        except SegmentError:
-            self._board = Board.open(self._plan_id, self._ranks)
+        except SegmentError as error:
+            try:
+                self._board = Board.open(self._plan_id, self._ranks)
+            except SegmentError:
+                raise error from None  # there is none: what says why is that none can be made
             self._is_ours = False
 
     def age(self) -> float | None:
@@ -273,9 +276,15 @@ async def _listen(pipe: int, words: deque[str]) -> None:
             text = line.decode(errors="replace").rstrip()
             if text:
                 words.append(text)
-                sys.stderr.write(text + "\n")
+                _pass_on(text)
     finally:
         transport.close()
+
+
+def _pass_on(text: str) -> None:
+    if sys.stderr is not None:
+        with suppress(OSError):  # nobody reads ours: the worker's is read all the same
+            sys.stderr.write(text + "\n")
 
 
 def _reason(code: int, words: Sequence[str]) -> str:

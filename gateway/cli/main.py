@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 
 COMMANDS = {
@@ -54,8 +55,20 @@ def usage() -> str:
     )
 
 
+def fill_standard_streams() -> None:
+    """Open what the caller closed of descriptors 0 to 2: a socket in such a place ends uvloop."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
+    fill_standard_streams()
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(), end="")

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,4 +206,5 @@ class Server:
 
     @staticmethod
     def _say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # whoever read it has gone, or a disk is full: serve on
+            print(text, file=sys.stderr, flush=True)

@@ -46,6 +46,7 @@ class Running:
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         self.said: list[str] = []
+        self.is_heard = True  # False: the pipe closes after the next line
         self._seen = 0
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -55,6 +56,8 @@ class Running:
         with self.process.stderr as lines:
             for line in lines:
                 self.said.append(line)
+                if not self.is_heard:
+                    return
 
     def until(self, pattern: str, seconds: float = 30.0) -> re.Match[str]:
         """Wait for the next line with `pattern`."""
@@ -188,6 +191,17 @@ def test_a_signal_while_loading(serve: Callable[..., Running]) -> None:
     began = program.signal(signal.SIGTERM)
     assert program.wait() == 0
     assert time.monotonic() - began < 3.5
+
+
+def test_it_serves_on_when_nobody_reads_what_it_says(serve: Callable[..., Running]) -> None:
+    program = serve("--load-seconds", "1")
+    url = url_of(program)
+    program.is_heard = False
+    deadline = time.monotonic() + 20
+    while ask(f"{url}/health")[0] != 200 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ask(f"{url}/v1/completions", {"prompt": [1], "max_tokens": 2})[0] == 200
+    assert "ready\n" not in program.said
 
 
 def test_what_cannot_be_loaded_is_one_line_and_exit_code_1(serve: Callable[..., Running]) -> None:

@@ -19,6 +19,7 @@ from voltapile.gateway.supervisor import (
     worker_command,
 )
 from voltapile.shm.board import Board
+from voltapile.shm.segment import SegmentError
 from voltapile.topology.plan import Plan, from_json, plan_id
 
 SLEEP = "import time; time.sleep(60)"
@@ -172,6 +173,15 @@ def test_what_killed_servers_left_is_swept(tmp_path: Path, monkeypatch: pytest.M
         assert is_taken(f"ipc://{tmp_path}/live.sock")
         assert not is_taken(f"ipc://{tmp_path}/dead.sock")
         assert not is_taken("tcp://127.0.0.1:1")
+
+
+def test_pulse_says_why_there_can_be_no_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Board:
+        raise SegmentError("No space left on device")
+
+    monkeypatch.setattr(Board, "create", refuse)
+    with pytest.raises(SegmentError, match="No space left"):
+        Pulse(make_plan("tcp://127.0.0.1:1"))
 
 
 def test_pulse_is_the_quietest_ranks(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from voltapile.gateway.cli.main import COMMANDS, parser_for
 
@@ -17,3 +20,12 @@ def test_help_shows_defaults() -> None:
     text = " ".join(parser_for("serve").format_help().split())
     for shown in ("(default: 127.0.0.1)", "(default: 8080)", "0: choose (default: 0)"):
         assert shown in text
+
+
+def test_streams_that_the_caller_closed_are_opened() -> None:
+    code = (
+        "import os; from voltapile.gateway.cli.main import main; assert main(['--help']) == 0; "
+        "assert os.open(os.devnull, os.O_RDONLY) > 2"
+    )
+    closed = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(closed, timeout=60).returncode == 0
