@@ -45,7 +45,7 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     add("--api-key", action="append", default=[], metavar="KEY",
         help="key that clients must send; several: again, or with commas")  # fmt: skip
     add("--api-key-file", type=Path, metavar="FILE", help="keys, one a line")
-    add("--max-gap-ms", type=float, default=250.0, metavar="MS",
+    add("--max-gap-ms", type=milliseconds, default=250.0, metavar="MS",
         help="longest pause between a stream's tokens while other prompts are read")  # fmt: skip
     add("--metrics", action=argparse.BooleanOptionalAction, default=True,
         help="serve /metrics for Prometheus")  # fmt: skip
@@ -55,6 +55,14 @@ def port(text: str) -> int:
     """Raises ValueError. Checked here, since uvloop takes 70000 for 4464."""
     number = int(text)
     if not 0 <= number < 1 << 16:
+        raise ValueError(text)
+    return number
+
+
+def milliseconds(text: str) -> float:
+    """Raises ValueError."""
+    number = float(text)
+    if not number >= 0:  # nan too
         raise ValueError(text)
     return number
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from voltapile.gateway.cli.serve import api_keys, port
+from voltapile.gateway.cli.serve import api_keys, milliseconds, port
 from voltapile.topology.plan import Plan, to_json
 
 FAKE = Path(__file__).with_name("fake_worker.py")
@@ -293,3 +293,10 @@ def test_api_keys(tmp_path: Path) -> None:
     path.write_text("c\n\n d \n")
     args = argparse.Namespace(api_key=["a,b", ""], api_key_file=path)
     assert api_keys(args) == ["a", "b", "c", "d"]
+
+
+def test_a_gap_is_a_number_from_0() -> None:
+    assert [milliseconds(text) for text in ("0", "2.5", "inf")] == [0.0, 2.5, float("inf")]
+    for text in ("-1", "nan", "x"):
+        with pytest.raises(ValueError, match=text):
+            milliseconds(text)
