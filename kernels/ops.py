@@ -27,6 +27,7 @@ FINISH_NAMES = ("", "stop", "length", "", "error")
 MAX_STOP_IDS = 16
 MAX_LOGIT_BIAS = 1024  # biased tokens of a slot
 MAX_LOGPROBS = 20  # alternatives of a sampled token
+MAX_FETCHES = 4
 
 
 @dataclass
@@ -100,6 +101,28 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
+class Arrival(Protocol):
+    """Values on their way to the host."""
+
+    def is_there(self) -> bool:
+        """Whether `take` would not wait."""
+
+    def take(self) -> list[np.ndarray]: ...
+
+
+class Arrived:
+    """Values of a backend that computes at once."""
+
+    def __init__(self, values: list[np.ndarray]) -> None:
+        self._values = values
+
+    def is_there(self) -> bool:
+        return True
+
+    def take(self) -> list[np.ndarray]:
+        return self._values
+
+
 class Ops(Protocol):
     """Computations on one device. Methods whose name ends in _ change their first argument."""
 
@@ -140,6 +163,10 @@ class Ops(Protocol):
 
     def to_host(self, x: Array) -> np.ndarray:
         """A numpy copy (waits for the device)."""
+
+    def fetch(self, arrays: Sequence[Array]) -> Arrival:
+        """Copies of small arrays as they are after everything submitted so far, which need not
+        have run. No more than MAX_FETCHES may be under way."""
 
     def capture(self) -> AbstractContextManager[Graph]:
         """Ops called inside are recorded, not run; scratch addresses stay valid for replays."""

@@ -1,5 +1,8 @@
 """Engine: one rank's model, caches and recorded steps; runs a Step and gives its Result.
 
+A Step may be submitted while the one before it is being computed, where the backend can do that:
+everything is done in the order of submission, and `collect` waits for the oldest one's Result.
+
 Allocates what the Plan says when it loads and nothing afterwards; decides nothing: which rows,
 pages and slots a Step uses was decided by the gateway. Knows no socket and no clock but its own
 stop-watch.
@@ -11,12 +14,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.load import load as load_ops
 from voltapile.kernels.ops import (
     FINISH_NAMES,
     NOT_FINITE,
+    Array,
+    Arrival,
     Batch,
     Graph,
     Ops,
@@ -37,8 +43,26 @@ from voltapile.workers.weights import DummyWeights, FileWeights, HugePages
 Progress = Callable[[str, float], None]  # stage, fraction
 
 
+@dataclass
+class Pending:
+    """A Step that was submitted and whose Result has not been collected."""
+
+    step: Step
+    began: float
+    arrival: Arrival
+    sampling: list[Row]  # its rows that sample, in the order of the output
+    wants: list[Want]  # of those rows' slots
+    uses: list[int]  # how often those slots had been freed or taken before
+    scores: dict[int, PromptScores]  # of slots that answer with them
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `collect` would not wait."""
+        return self.arrival.is_there()
+
+
 class Engine:
-    """`load` first, then `run` for each Step."""
+    """`load` first, then `run` for each Step, or `submit` and later `collect`."""
 
     def __init__(
         self, plan: Plan, ops: Ops, gguf: Gguf, rank: int = 0, is_dummy: bool = False
@@ -47,7 +71,9 @@ class Engine:
         self.plan, self.ops, self.gguf, self.rank = plan, ops, gguf, rank
         self.most_outputs = max([plan.slots, *plan.buckets])
         self.wants = [Want()] * plan.slots
+        self.uses = [0] * plan.slots  # of each slot: how often it was freed or taken
         self.scores: dict[int, PromptScores] = {}  # by slot, where they are wanted
+        self.last_end = 0.0  # of the Step that was collected last
 
     def load(self, progress: Progress = lambda stage, fraction: None) -> None:
         """Build the model, allocate caches, record the decode steps."""
@@ -78,20 +104,33 @@ class Engine:
 
     def run(self, step: Step) -> Result:
         """Compute one Step."""
+        return self.collect(self.submit(step))
+
+    def submit(self, step: Step) -> Pending:
+        """Begin a Step. A backend that computes at once has computed it when this returns."""
         began = time.perf_counter()
         assert step.rounds == 1, "several rounds in one Step are not built yet"
         self._apply(step)
-        rows: list[Sampled] = []
+        sampling = [row for row in step.rows if row.sample]
+        wants = [self.wants[row.slot] for row in sampling]
         if step.rows:
-            batch = self._compute(step.rows)
-            rows = self._answers(step.rows, batch)
-            self._score_prompts(step.rows, rows)
-        return Result(id=step.id, rows=rows, seconds=time.perf_counter() - began)
+            self._compute(step.rows)
+        arrival = self.ops.fetch(self._output(sampling, wants))
+        scores = self._score_prompts(step.rows, sampling)
+        uses = [self.uses[row.slot] for row in sampling]
+        return Pending(step, began, arrival, sampling, wants, uses, scores)
+
+    def collect(self, pending: Pending) -> Result:
+        """The Result of the oldest Step that is under way; waits for it."""
+        found = pending.arrival.take()
+        rows = self._answers(pending, found) if pending.sampling else []
+        began, self.last_end = max(pending.began, self.last_end), time.perf_counter()
+        return Result(id=pending.step.id, rows=rows, seconds=self.last_end - began)
 
     def forget(self) -> None:
         """Set all slots free: the gateway that filled them is gone."""
         for slot in range(self.plan.slots):
-            self.caches.release(slot)
+            self._release(slot)
 
     def prompt_logits(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
         """float32 [n, V] pieces of the logits after each of `tokens`, from an empty slot 0.
@@ -118,7 +157,7 @@ class Engine:
     def _apply(self, step: Step) -> None:
         """Everything of a Step that comes before its rows are computed."""
         for slot in step.release:
-            self.caches.release(slot)
+            self._release(slot)
         for copy in step.copy:
             self.caches.copy(copy)
         for row in step.rows:
@@ -131,26 +170,30 @@ class Engine:
                 self.caches.remember(row.slot, row.history)
             self.caches.append(row.slot, row.pages)
 
+    def _release(self, slot: int) -> None:
+        self.caches.release(slot)
+        self.uses[slot] += 1
+
     def _begin_request(self, slot: int, sampling: Sampling, want: Want) -> None:
         self.wants[slot] = want
+        self.uses[slot] += 1
         self.caches.begin_request(slot, sampling, want)
         self.scores.pop(slot, None)
         if want.prompt_logprobs >= 0:
             self.scores[slot] = PromptScores(sampling.prompt_tokens, want.prompt_logprobs)
 
-    def _compute(self, rows: Sequence[Row]) -> Batch:
+    def _compute(self, rows: Sequence[Row]) -> None:
         """Run the rows: replay a recorded step if all of them are one token, else run eagerly."""
         if all(row.sample and len(row.tokens) <= 1 for row in rows):
             bucket = min((n for n in self.graphs if n >= len(rows)), default=0)
             if bucket:
                 padding = bucket - len(rows)
-                batch = self.buffer.fill(rows, padding, self.caches.padding_slot)
+                self.buffer.fill(rows, padding, self.caches.padding_slot)
                 self.graphs[bucket].replay()
-                return batch
+                return
         batch = self.buffer.fill(rows)
         self.ops.reset_scratch()
         self._forward(batch)
-        return batch
 
     def _record(self, rows: int) -> Graph:
         batch = self.buffer.fill([], rows, self.caches.padding_slot)
@@ -181,57 +224,62 @@ class Engine:
             )
             self.ops.sample(self.model.head(hidden), batch, self.caches.state, out)
 
-    def _answers(self, rows: Sequence[Row], batch: Batch) -> list[Sampled]:
-        sampling = [row for row in rows if row.sample]
-        if not sampling:
-            self.ops.synchronize()
+    def _output(self, sampling: Sequence[Row], wants: Sequence[Want]) -> list[Array]:
+        """What the host needs to see of self.out."""
+        count = len(sampling)
+        if not count:
             return []
-        tokens = self.ops.to_host(self.out.tokens).tolist()
-        finish = self.ops.to_host(self.out.finish).tolist()
+        arrays = [self.out.tokens[:count], self.out.finish[:count]]
+        if any(want.logprobs >= 0 for want in wants):
+            arrays += [self.out.logprob_ids[:count], self.out.logprobs[:count]]
+        return arrays
+
+    def _answers(self, pending: Pending, found: list[np.ndarray]) -> list[Sampled]:
+        tokens, finish = found[0].tolist(), found[1].tolist()
         answers = []
-        for i, row in enumerate(sampling):
+        for i, row in enumerate(pending.sampling):
             answer = Sampled(slot=row.slot, finish=FINISH_NAMES[finish[i]])
             if tokens[i] >= 0:
                 answer.tokens = [tokens[i]]
+                if pending.wants[i].logprobs >= 0:
+                    pairs = zip(found[2][i].tolist(), found[3][i].tolist(), strict=True)
+                    answer.logprobs = [[pair for pair in pairs if pair[0] >= 0]]
+            if finish[i] == NOT_FINITE:
+                answer.error = self._explain(row, pending.uses[i])
+            if row.slot in pending.scores:
+                answer.prompt_logprobs = pending.scores[row.slot].found
             answers.append(answer)
-        self._add_logprobs(answers)
-        bad = [i for i in range(len(sampling)) if finish[i] == NOT_FINITE]
-        for i, error in zip(bad, self._explain(batch, bad), strict=True):
-            answers[i].error = error
         return answers
 
-    def _add_logprobs(self, answers: list[Sampled]) -> None:
-        """To the answers of requests that want them; answers[i] is row i of the output."""
-        wanted = [i for i, a in enumerate(answers) if a.tokens and self.wants[a.slot].logprobs >= 0]
-        if not wanted:
-            return
-        ids = self.ops.to_host(self.out.logprob_ids[: len(answers)])
-        values = self.ops.to_host(self.out.logprobs[: len(answers)])
-        for i in wanted:
-            pairs = zip(ids[i].tolist(), values[i].tolist(), strict=True)
-            answers[i].logprobs = [[pair for pair in pairs if pair[0] >= 0]]
-
-    def _score_prompts(self, rows: Sequence[Row], answers: list[Sampled]) -> None:
+    def _score_prompts(
+        self, rows: Sequence[Row], sampling: Sequence[Row]
+    ) -> dict[int, PromptScores]:
         """Compute the rows of wanted prompts once more, with logits after each token: the usual
-        way stays as it is, and keys and values are written again, unchanged."""
+        way stays as it is, and keys and values are written again, unchanged.
+
+        Gives the scores of those prompts that end here."""
         for row in rows:
             scores = self.scores.get(row.slot)
             if scores and len(row.tokens) and scores.needs(row.start):
                 scores.add(row.start, row.tokens, self._logits(row.slot, row.tokens, row.start))
-        for answer in answers:
-            if answer.slot in self.scores:
-                answer.prompt_logprobs = self.scores.pop(answer.slot).found
+        ended = {row.slot for row in sampling} & self.scores.keys()
+        return {slot: self.scores.pop(slot) for slot in ended}
 
-    def _explain(self, batch: Batch, bad: list[int]) -> list[str]:
-        """Where the non-finite logits of some outputs come from."""
-        if not bad:
-            return []
-        host = [self.ops.to_host(x) for x in (batch.tokens, batch.slots, batch.positions)]
-        last = self.ops.to_host(batch.outputs)[bad]
-        return [
-            f"rank {self.rank}: non-finite logits ({self._first_bad_place(token, slot, position)})"
-            for token, slot, position in zip(*(x[last].tolist() for x in host), strict=True)
-        ]
+    def _explain(self, row: Row, uses: int) -> str:
+        """Where the non-finite logits after a row come from, if its slot is still the row's.
+
+        A slot that has ended like that stands still, whatever was submitted meanwhile."""
+        text = f"rank {self.rank}: non-finite logits"
+        slot = row.slot
+        if self.uses[slot] != uses:
+            return text
+        if len(row.tokens):
+            token, position = int(row.tokens[-1]), row.start + len(row.tokens) - 1
+        else:
+            state = self.caches.state
+            each = state.last_token, state.next_position
+            token, position = (int(self.ops.to_host(x[slot : slot + 1])[0]) for x in each)
+        return f"{text} ({self._first_bad_place(token, slot, position)})"
 
     def _first_bad_place(self, token: int, slot: int, position: int) -> str:
         """Compute one token again, halving the range of layers where it may have gone wrong.

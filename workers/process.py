@@ -17,6 +17,7 @@ import secrets
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -28,7 +29,7 @@ from voltapile.topology import affinity
 from voltapile.topology.endpoint import default_endpoint
 from voltapile.topology.plan import Plan
 from voltapile.workers import steplog
-from voltapile.workers.engine import Engine, open_engine
+from voltapile.workers.engine import Engine, Pending, open_engine
 from voltapile.workers.protocol import (
     Failed,
     Message,
@@ -49,6 +50,9 @@ BEAT_SECONDS = 0.2  # between two signs of life, in a step too
 ORPHAN_SECONDS = 5.0  # without a connection after which a spawned worker ends by itself
 LAST_WORDS_MS = 2000  # how long Failed may take to leave
 PR_SET_PDEATHSIG = 1
+MOST_PENDING = 2  # Steps that are submitted at once, so that a device has no pause between them
+WAIT_SECONDS = 2e-5  # between two looks at a device that computes
+HANG_SECONDS = 60.0  # for which a device may compute one Step
 
 
 class StoppedError(Exception):
@@ -73,6 +77,8 @@ class Worker:
         self.parent = os.getppid()
         self.is_connected = self.is_greeted = self.is_ending = False
         self.step_id = -1
+        self.pending: deque[Pending] = deque()  # oldest first
+        self.progress_at = 0.0  # when the oldest became the oldest
         self.next_ready = self.next_stats = self.connected_at = 0.0
 
     def run(self) -> int:
@@ -158,12 +164,17 @@ class Worker:
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
         while True:
-            events = dict(poller.poll(int(BEAT_SECONDS * 1000)))
+            if self.pending and self.pending[0].is_done:
+                self._finish(engine)
+                continue
+            events = dict(poller.poll(0 if self.pending else int(BEAT_SECONDS * 1000)))
             self._beat()
             if self._lost_gateway() and self.is_greeted:
                 self._start_anew(engine)
-            elif self.socket in events:
+            elif self.socket in events and len(self.pending) < MOST_PENDING:
                 self._handle(engine, self.socket.recv_multipart())
+            elif self.pending:
+                self._wait()
             elif not self.is_greeted and time.monotonic() >= self.next_ready:
                 self._offer()
 
@@ -173,16 +184,43 @@ class Worker:
         match message:
             case Step():
                 self._note(message)  # before it runs, so that the log holds the Step that kills
-                self.step_id = message.id
-                self.board.begin_step(self.rank, message.id)
-                result = engine.run(message)
-                self.board.begin_step(self.rank, -1)
-                self._note(result)
-                self._say(result)
+                self._submit(engine, message)
             case Stop():
+                while self.pending:
+                    self._finish(engine)
                 raise StoppedError(message.reason or "the gateway asked")
             case _:
                 raise ValueError(f"a worker does not understand {type(message).__name__}")
+
+    def _submit(self, engine: Engine, step: Step) -> None:
+        if not self.pending:
+            self._begin(step)
+        self.step_id = step.id
+        self.pending.append(engine.submit(step))
+        self.step_id = self.pending[0].step.id
+
+    def _finish(self, engine: Engine) -> None:
+        """Tell the Result of the oldest Step."""
+        result = engine.collect(self.pending.popleft())
+        if self.pending:
+            self._begin(self.pending[0].step)
+        else:
+            self.board.begin_step(self.rank, -1)
+        self._note(result)
+        self._say(result)
+
+    def _begin(self, step: Step) -> None:
+        """A Step is the oldest now."""
+        self.step_id, self.progress_at = step.id, time.monotonic()
+        self.board.begin_step(self.rank, step.id)
+
+    def _wait(self) -> None:
+        """A little, for a device that computes. Our loop beats meanwhile, so it must notice by
+        itself when the device hangs."""
+        seconds = time.monotonic() - self.progress_at
+        if seconds > HANG_SECONDS:
+            raise RuntimeError(f"step {self.step_id} has not ended in {seconds:.0f} s")
+        time.sleep(WAIT_SECONDS)
 
     def _lost_gateway(self) -> bool:
         """Follow the connection; True if one has ended."""
@@ -201,6 +239,9 @@ class Worker:
         that nobody waits for, or its last word.
         """
         log.info("%s has lost its gateway", self.name)
+        while self.pending:
+            engine.collect(self.pending.popleft())
+        self.board.begin_step(self.rank, -1)
         while self.socket.poll(0):
             message = decode(self.socket.recv_multipart())
             if isinstance(message, Stop):

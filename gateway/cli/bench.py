@@ -25,6 +25,7 @@ from voltapile.gateway.cli.options import add_model_options, make_plan
 if TYPE_CHECKING:
     from voltapile.shm.gguf import Gguf
     from voltapile.workers.engine import Engine
+    from voltapile.workers.protocol import Step
 
 LOCK = "voltapile-bench.lock"  # in the system's folder for temporary files
 NORMAL_TOKEN = 1  # tokenizer.ggml.token_type of what is neither special nor a lone byte
@@ -157,19 +158,32 @@ def once(
     began = time.perf_counter()
     tokens = np.asarray(prompt, np.int32)
     most = max(CHUNK, engine.plan.batch_tokens // CHUNK * CHUNK)
+    steps = []
     for start in range(0, len(tokens), most):
         row = Row(slot=0, start=start, tokens=tokens[start : start + most])
         row.sample = start + most >= len(tokens)
         if start == 0:
             row.sampling = Sampling(temperature=temperature, seed=1)
             row.pages = first_pages(engine.plan, len(tokens) + count + 1)
-        engine.run(Step(id=start, rows=[row]))
+        steps.append(Step(id=start, rows=[row]))
+    run_ahead(engine, steps)
     middle = time.perf_counter()
-    for i in range(count):
-        engine.run(Step(id=i, rows=[Row(slot=0)]))
+    run_ahead(engine, [Step(id=i, rows=[Row(slot=0)]) for i in range(count)])
     ended = time.perf_counter()
     engine.run(Step(id=0, release=[0]))
     return middle - began, ended - middle
+
+
+def run_ahead(engine: Engine, steps: Sequence[Step]) -> None:
+    """One Step is submitted while the one before it is computed, as a worker does."""
+    before = None
+    for step in steps:
+        pending = engine.submit(step)
+        if before is not None:
+            engine.collect(before)
+        before = pending
+    if before is not None:
+        engine.collect(before)
 
 
 def ordinary_ids(gguf: Gguf) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cpu import _cpu
 from voltapile.kernels.cpu.scratch import Scratch, aligned_bytes
-from voltapile.kernels.ops import Batch, SlotState, StepOutput, Weight, rope_store_in_parts
+from voltapile.kernels.ops import Arrived, Batch, SlotState, StepOutput, Weight, rope_store_in_parts
 from voltapile.shm.formats import format_of
 
 KV_TYPES = {"f16": (1, 2), "f32": (1, 4), "q8_0": (32, 34)}  # values, bytes of a block
@@ -151,6 +151,9 @@ class CpuOps:
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
         return x.copy()
+
+    def fetch(self, arrays: Sequence[np.ndarray]) -> Arrived:
+        return Arrived([array.copy() for array in arrays])
 
     @contextmanager
     def capture(self) -> Iterator[CpuGraph]:

@@ -81,6 +81,24 @@ class Lane:
         self.event.record(self._stream)
 
 
+class Mark:
+    """A place in the order of what is submitted; `record` sets it, again and again."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._event = cupy.cuda.Event(block=True, disable_timing=True)
+
+    def record(self) -> None:
+        self._event.record(self._device.stream)
+
+    def is_reached(self) -> bool:
+        """Raises what went wrong on the device, if anything has."""
+        return bool(self._event.done)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
 class Device:
     """A GPU and the one stream on which everything is computed, in order."""
 

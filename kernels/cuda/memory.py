@@ -7,20 +7,22 @@ pinned buffers by several threads, so that the mapped file is read once and neve
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda.device import Device, Lane, Memory, Pinned
+from voltapile.kernels.cuda.device import Device, Lane, Mark, Memory, Pinned
 from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.ops import MAX_FETCHES
 
 ALIGNMENT = 256
 BLOCK = 64 << 20  # weights that are smaller share a block of this size
 CHUNK = 8 << 20  # of a weight, on its way through pinned memory
 LANES = 4
 RING = 4 << 20  # pinned bytes for small uploads
+PARCEL = 1 << 20  # pinned bytes of one fetch
 
 
 def aligned(nbytes: int) -> int:
@@ -111,6 +113,52 @@ class Ring:
             self._device.fetch(self._pinned.ptr, source + start, part.nbytes)
             self._device.synchronize()
             part[:] = self._pinned.bytes[: part.nbytes]
+
+
+class Parcel:
+    """One use of a pinned buffer, with an event behind the copies to it; see ops.Arrival."""
+
+    def __init__(self, device: Device, pinned: Pinned, mark: Mark) -> None:
+        self._device, self.pinned, self._mark = device, pinned, mark
+        self._parts: list[DeviceArray] = []
+        self.is_open = False
+
+    def send(self, arrays: Sequence[DeviceArray]) -> None:
+        self._parts, self.is_open = list(arrays), True
+        offset = 0
+        for array in arrays:
+            assert offset + array.nbytes <= PARCEL, "too much to fetch at once"
+            self._device.fetch(self.pinned.ptr + offset, array.ptr, array.nbytes)
+            offset += aligned(array.nbytes)
+        self._mark.record()
+
+    def is_there(self) -> bool:
+        return self._mark.is_reached()
+
+    def take(self) -> list[np.ndarray]:
+        self._mark.wait()
+        found, offset = [], 0
+        for array in self._parts:
+            raw = self.pinned.bytes[offset : offset + array.nbytes]
+            found.append(raw.copy().view(array.dtype).reshape(array.shape))
+            offset += aligned(array.nbytes)
+        self.is_open = False
+        return found
+
+
+class Courier:
+    """Small copies to the host that are waited for later, in the order of their beginning."""
+
+    def __init__(self, device: Device) -> None:
+        self._parcels = [Parcel(device, Pinned(PARCEL), Mark(device)) for _ in range(MAX_FETCHES)]
+        self._next = 0
+
+    def fetch(self, arrays: Sequence[DeviceArray]) -> Parcel:
+        parcel = self._parcels[self._next]
+        assert not parcel.is_open, "too many fetches are under way"
+        self._next = (self._next + 1) % MAX_FETCHES
+        parcel.send(arrays)
+        return parcel
 
 
 class Uploader:

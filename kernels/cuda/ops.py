@@ -18,7 +18,7 @@ from voltapile.kernels.cuda.device import Device, Lane
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
 from voltapile.kernels.cuda.loader import Loader
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
-from voltapile.kernels.cuda.memory import Blocks, Ring, Scratch, Uploader
+from voltapile.kernels.cuda.memory import Blocks, Courier, Parcel, Ring, Scratch, Uploader
 from voltapile.kernels.ops import Batch, SlotState, StepOutput, Weight
 from voltapile.shm.formats import format_of, row_bytes
 
@@ -66,7 +66,7 @@ class CudaOps:
         self._scratch = Scratch(self.device, scratch_bytes)
         self._weights, self._uploader = Blocks(self.device, "weights"), Uploader(self.device)
         self._arrays = Blocks(self.device, "caches and slots")
-        self._ring = Ring(self.device)
+        self._ring, self._courier = Ring(self.device), Courier(self.device)
         self._constants: dict[tuple[bytes, str, tuple[int, ...]], DeviceArray] = {}
         self._constant_memory = self.device.allocate(CONSTANT_BYTES, "constants")
         self._constant_used = self._dummies = 0
@@ -176,6 +176,9 @@ class CudaOps:
         out = np.empty(x.shape, x.dtype)
         self._ring.fetch(x.ptr, out.reshape(-1).view(np.uint8))
         return out
+
+    def fetch(self, arrays: Sequence[DeviceArray]) -> Parcel:
+        return self._courier.fetch(arrays)
 
     @contextmanager
     def capture(self) -> Iterator[CudaGraph]:

@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 from voltapile.kernels.ops import (
     Array,
+    Arrived,
     Batch,
     Graph,
     SlotState,
@@ -96,6 +97,9 @@ class ReferenceOps:
 
     def to_host(self, x: np.ndarray) -> Array:
         return x.copy()
+
+    def fetch(self, arrays: Sequence[np.ndarray]) -> Arrived:
+        return Arrived([array.copy() for array in arrays])
 
     def capture(self) -> AbstractContextManager[Graph]:
         raise AssertionError("the reference does not capture")

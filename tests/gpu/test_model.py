@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from voltapile.shm.gguf import Gguf
-from voltapile.workers.protocol import Row, Sampled, Sampling, Want
+from voltapile.workers.protocol import Row, Sampled, Sampling, Step, Want
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -215,3 +215,18 @@ def test_verify_rows_equal_single_rows(
     for rows in range(2, 9):
         together = np.concatenate([logits(i, i + rows) for i in range(0, 24 - rows + 1, rows)])
         np.testing.assert_array_equal(together, single[: len(together)])
+
+
+def test_steps_submitted_ahead_give_the_same(mini: Path, cuda_engine: Make, drive: Make) -> None:
+    """The host prepares a step, and reads the one before it, while another is computed."""
+    driver = drive(cuda_engine(mini / "llama/model-f16.gguf"))
+    engine, prompt = driver.engine, list(range(40, 110))
+    expected = driver.generate(prompt, 40)
+    steps = [Step(id=0, rows=driver.start(0, prompt, 40))]
+    steps += [Step(id=i, rows=[Row(slot=0)]) for i in range(1, 40)]
+    found, pending = [], [engine.submit(steps[0])]
+    for step in steps[1:]:
+        pending.append(engine.submit(step))
+        found += engine.collect(pending.pop(0)).rows[0].tokens
+    found += engine.collect(pending.pop()).rows[0].tokens
+    assert found == expected

@@ -358,6 +358,50 @@ def test_a_bad_number_is_that_requests_error(engine: Any, drive: Make) -> None:
     assert tokens == expected[:3]
 
 
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_step_may_be_submitted_ahead(engine: Any, drive: Make, is_taken: bool) -> None:
+    """What a Result tells was settled when its Step was submitted; a slot that somebody else has
+    by then is left alone."""
+    driver = drive(engine)
+    engine.run(Step(id=1, rows=driver.start(0, PROMPTS[0], 8)))
+    want = Want(logprobs=2, prompt_logprobs=0)
+    rows = driver.start(1, PROMPTS[1], 8, prompt_tokens=len(PROMPTS[1]))
+    rows[0].want = want
+    steps = [Step(id=2, rows=[Row(slot=0), *rows])]
+    steps += [Step(id=3, rows=[Row(slot=0), Row(slot=1)])]
+    first = engine.submit(steps[0])
+    poison(engine, layer=2, page=driver.held[0][0][0])
+    second = engine.submit(steps[1])
+    last = Step(id=4)
+    if is_taken:
+        last = Step(id=4, release=[0, 1], rows=driver.start(0, PROMPTS[1], 4))
+    third = engine.submit(last)
+    one, two, three = map(engine.collect, (first, second, third))
+    assert [one.id, two.id, three.id] == [2, 3, 4]
+    assert len(one.rows[1].logprobs[0]) == 3
+    assert len(one.rows[1].prompt_logprobs) == len(PROMPTS[1])
+    assert one.rows[0].finish == ""
+    assert two.rows[0].finish == "error"
+    place = "" if is_taken else " (in layer 2)"
+    assert two.rows[0].error == f"rank 0: non-finite logits{place}"
+    assert two.rows[1].prompt_logprobs == []
+    assert len(two.rows[1].logprobs[0]) == 3
+    assert [answer.finish for answer in three.rows] == [""] * is_taken
+
+
+def test_ahead_gives_the_same(engine: Any, drive: Make) -> None:
+    driver = drive(engine)
+    expected = driver.generate(PROMPTS[0], 6)
+    steps = [Step(id=0, rows=driver.start(0, PROMPTS[0], 6))]
+    steps += [Step(id=i, rows=[Row(slot=0)]) for i in range(1, 6)]
+    found, pending = [], [engine.submit(steps[0])]
+    for step in steps[1:]:
+        pending.append(engine.submit(step))
+        found += engine.collect(pending.pop(0)).rows[0].tokens
+    found += engine.collect(pending.pop()).rows[0].tokens
+    assert found == expected
+
+
 def poison(engine: Any, layer: int, page: int) -> None:
     """Overwrite one position's values by way of the Ops' own store_kv."""
     group = engine.plan.caches[0]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import zmq
 from voltapile.shm.board import Board
 from voltapile.topology.plan import Plan, to_json
+from voltapile.workers import process as worker_process
 from voltapile.workers import steplog
 from voltapile.workers.protocol import (
     Failed,
@@ -322,3 +324,89 @@ def test_by_hand_outlives_a_gateway(gateway: Gateway) -> None:
     assert gateway.generate(6) == expected
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(DEADLINE) == 0
+
+
+class LateEngine:
+    """A device that has computed the Steps up to `computed`."""
+
+    def __init__(self) -> None:
+        self.submitted: list[int] = []
+        self.computed = 0
+
+    def submit(self, step: Step) -> Any:
+        self.submitted.append(step.id)
+        late = self
+
+        class Pending:
+            def __init__(self) -> None:
+                self.step = step
+
+            @property
+            def is_done(self) -> bool:
+                return late.computed >= step.id
+
+        return Pending()
+
+    def collect(self, pending: Any) -> Result:
+        assert pending.is_done
+        return Result(id=pending.step.id, rows=[], seconds=0.0)
+
+    def forget(self) -> None:
+        pass
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateEngine:
+    engine = LateEngine()
+    opened = contextlib.nullcontext(engine)
+    monkeypatch.setattr(worker_process, "open_engine", lambda *_: opened)
+    monkeypatch.setattr(worker_process.affinity, "pin", lambda *_: None)
+    return engine
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_two_steps_are_under_way(gateway: Gateway, late: LateEngine) -> None:
+    def drive() -> None:
+        gateway.receive(Ready)
+        for i in (1, 2, 3):
+            gateway.send(Step(id=i))
+        wait_until(lambda: late.submitted == [1, 2])
+        time.sleep(0.1)
+        assert late.submitted == [1, 2]
+        late.computed = 1
+        assert gateway.receive(Result).id == 1
+        wait_until(lambda: late.submitted == [1, 2, 3])
+        gateway.send(Stop())
+        late.computed = 3
+        assert [gateway.receive(Result).id for _ in range(2)] == [2, 3]
+
+    with ThreadPoolExecutor(1) as pool:
+        driving = pool.submit(drive)
+        assert worker_process.Worker(gateway.plan).run() == 0
+        driving.result()
+
+
+def test_a_device_that_hangs(
+    gateway: Gateway, late: LateEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "HANG_SECONDS", 0.2)
+
+    def drive() -> Failed:
+        gateway.receive(Ready)
+        gateway.send(Step(id=7))
+        found = gateway.receive(Failed)
+        assert isinstance(found, Failed)
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        driving = pool.submit(drive)
+        assert worker_process.Worker(gateway.plan).run() == 1
+        failed = driving.result()
+    assert failed.step == 7
+    assert "has not ended" in failed.reason
