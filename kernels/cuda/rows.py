@@ -26,6 +26,7 @@ GATHER = Instance("elementwise.cu", "gather")
 INSTANCES = [*EMBED.values(), NORM_ROWS, NORM_HEADS, ANGLES, ROTATE, SOFTCAP, GATHER]
 
 LONGEST_HEAD = 512  # runs that one warp norms
+LONGEST_ROW = 16 * 1024  # that a block's registers hold
 MAX_ROWS = 65535  # a grid's limit on its second axis
 
 
@@ -62,9 +63,14 @@ def rms_norm(
     if n <= LONGEST_HEAD:
         ops.kernel(NORM_HEADS)((_groups(runs, 4),), 128, (*pointers, *numbers, np.int32(runs)))
     else:
-        block = min(1024, 32 * _groups(n, 128))
-        ops.kernel(NORM_ROWS)((runs,), block, (*pointers, *numbers))
+        assert n <= LONGEST_ROW or n % 4, n
+        ops.kernel(NORM_ROWS)((runs,), _norm_threads(n), (*pointers, *numbers))
     return out
+
+
+def _norm_threads(n: int) -> int:
+    """A power of two with about eight values each."""
+    return int(min(1024, max(128, 1 << (n // 8 - 1).bit_length())))
 
 
 def rope_angles(

@@ -11,10 +11,13 @@ from voltapile.kernels.ops import MAX_STOP_IDS, Batch, SlotState, StepOutput
 
 BEGIN = Instance("sample.cu", "begin_step")
 SAMPLE = Instance("sample.cu", "sample_rows", (), True)
-INSTANCES = [BEGIN, SAMPLE]
+BEST = Instance("sample.cu", "best_of_parts", (), True)
+INSTANCES = [BEGIN, BEST, SAMPLE]
 
 MOST_CONTEXT = 1 << 20  # the kernel counts a token's places in 20 bits
 THREADS = 1024
+PARTS = 64  # of a row of logits, most
+PART = 1024  # logits of a part, least
 
 
 def begin(ops: Launcher, batch: Batch, state: SlotState) -> None:
@@ -50,6 +53,10 @@ def sample(
     assert state.history.shape[1] < MOST_CONTEXT, state.history
     if not rows:
         return
+    vocab = logits.shape[1]
+    parts = max(1, min(PARTS, vocab // PART))
+    parts_best = ops.scratch((rows, parts), np.uint64)
+    ops.kernel(BEST)((parts, rows), 256, (logits.ptr, parts_best.ptr, np.int32(vocab)))
     scratch = ops.scratch(logits.shape)
     ops.kernel(SAMPLE)(
         (rows,),
@@ -57,12 +64,14 @@ def sample(
         (
             logits.ptr,
             scratch.ptr,
+            parts_best.ptr,
             batch.outputs.ptr,
             batch.slots.ptr,
             batch.positions.ptr,
             _state_struct(state),
             _output_struct(out),
-            np.int32(logits.shape[1]),
+            np.int32(vocab),
+            np.int32(parts),
         ),
     )
 

@@ -21,6 +21,12 @@ __device__ __forceinline__ T block_join(T value, T* scratch, Join join) {
   __syncthreads();  // scratch may still be read from the last time
   if (lane == 0) scratch[warp] = value;
   __syncthreads();
+  if ((warps & (warps - 1)) == 0) {
+    T part = scratch[lane & (warps - 1)];
+    for (int step = warps / 2; step > 0; step >>= 1)
+      part = join(part, __shfl_xor_sync(ALL, part, step));
+    return part;
+  }
   T all = scratch[0];
   for (int w = 1; w < warps; ++w) all = join(all, scratch[w]);
   return all;

@@ -4,6 +4,8 @@
 
 namespace voltapile {
 
+constexpr int HELD = 4;  // float4 that a thread keeps
+
 __device__ __forceinline__ void finish(float* out, int i, float value, int accumulate) {
   out[i] = accumulate ? out[i] + value : value;
 }
@@ -12,41 +14,48 @@ __device__ __forceinline__ void finish(float* out, int i, float value, int accum
 
 using namespace voltapile;
 
-// grid: (runs); a block for each run of n values
-extern "C" __global__ void rms_norm_rows(const float* x, const float* weight, float* out, int n,
-                                         float eps, int accumulate) {
+// grid: (runs); a block for each run of n values: with n a multiple of 4 no more than 4 HELD times
+// as many as there are threads. What is read from far away is asked for at once.
+extern "C" __global__ void __launch_bounds__(1024)
+rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps, int accumulate) {
   __shared__ float scratch[32];
   x += static_cast<long long>(blockIdx.x) * n;
   out += static_cast<long long>(blockIdx.x) * n;
+  const float4* x4 = reinterpret_cast<const float4*>(x);
+  const float4* w4 = reinterpret_cast<const float4*>(weight);
+  float4* out4 = reinterpret_cast<float4*>(out);
+  float4 v[HELD], w[HELD];
   float sum = 0.0f;
-  if (n % 4 == 0) {
-    const float4* x4 = reinterpret_cast<const float4*>(x);
-    for (int i = threadIdx.x; i < n / 4; i += blockDim.x) {
-      const float4 v = x4[i];
-      sum += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
+  const int count = n % 4 == 0 ? n / 4 : 0;
+  if (count > 0) {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      const int at = i * blockDim.x + threadIdx.x;
+      v[i] = at < count ? x4[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      w[i] = at < count ? w4[at] : v[i];
+      sum += (v[i].x * v[i].x + v[i].y * v[i].y) + (v[i].z * v[i].z + v[i].w * v[i].w);
     }
   } else {
     for (int i = threadIdx.x; i < n; i += blockDim.x) sum += x[i] * x[i];
   }
   sum = block_join(sum, scratch, Add());
   const float norm = 1.0f / sqrtf(sum / n + eps);
-  if (n % 4 == 0) {
-    const float4* x4 = reinterpret_cast<const float4*>(x);
-    const float4* w4 = reinterpret_cast<const float4*>(weight);
-    float4* out4 = reinterpret_cast<float4*>(out);
-    for (int i = threadIdx.x; i < n / 4; i += blockDim.x) {
-      const float4 v = x4[i], w = w4[i];
-      float4 y = make_float4(v.x * norm * w.x, v.y * norm * w.y, v.z * norm * w.z,
-                             v.w * norm * w.w);
-      if (accumulate) {
-        const float4 old = out4[i];
-        y = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);
-      }
-      out4[i] = y;
-    }
-  } else {
+  if (count == 0) {
     for (int i = threadIdx.x; i < n; i += blockDim.x)
       finish(out, i, x[i] * norm * weight[i], accumulate);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (at >= count) break;
+    float4 y = make_float4(v[i].x * norm * w[i].x, v[i].y * norm * w[i].y,
+                           v[i].z * norm * w[i].z, v[i].w * norm * w[i].w);
+    if (accumulate) {
+      const float4 old = out4[at];
+      y = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);
+    }
+    out4[at] = y;
   }
 }
 

@@ -1,5 +1,6 @@
 // The ends of a step: continuing tokens from their slots, and the choice of tokens as
-// kernels/random.md says it. One block chooses for one row, so rows know nothing of each other.
+// kernels/random.md says it. Blocks find the best of parts of a row, then one block chooses for
+// the row, so rows know nothing of each other.
 #include "select.cuh"
 
 using namespace voltapile;
@@ -193,10 +194,32 @@ __device__ inline void report(const float* logits, int vocab, int chosen, int al
   }
 }
 
+constexpr u64 BAD = ~0ull;  // a part holds a NaN or +inf; more than any rank
+
+// grid: (parts, rows). parts_best [rows, parts]: the best of each part of a row; 0: none, BAD
+extern "C" __global__ void __launch_bounds__(256)
+    best_of_parts(const float* logits, u64* parts_best, int vocab) {
+  __shared__ u64 join[32];
+  const int size = (vocab + gridDim.x - 1) / gridDim.x;
+  const int first = blockIdx.x * size, last = min(first + size, vocab);
+  logits += static_cast<long long>(blockIdx.y) * vocab;
+  u64 best = 0;
+#pragma unroll 8
+  for (int i = first + static_cast<int>(threadIdx.x); i < last; i += 256) {
+    const float x = logits[i];
+    u64 rank = x > __int_as_float(0xff800000) ? rank_of(x, i) : 0;
+    if (!(x < __int_as_float(0x7f800000))) rank = BAD;
+    best = rank > best ? rank : best;
+  }
+  best = block_join(best, join, Max());
+  if (threadIdx.x == 0) parts_best[blockIdx.y * gridDim.x + blockIdx.x] = best;
+}
+
 // grid: (rows). scratch: [rows, vocab]
 extern "C" __global__ void __launch_bounds__(1024)
-    sample_rows(const float* logits, float* scratch, const int* outputs, const int* slots,
-                const int* positions, State state, Output out, int vocab) {
+    sample_rows(const float* logits, float* scratch, const u64* parts_best, const int* outputs,
+                const int* slots, const int* positions, State state, Output out, int vocab,
+                int parts) {
   __shared__ SelectScratch s;
   const int row = blockIdx.x, t = outputs[row], slot = slots[t], position = positions[t] + 1;
   logits += static_cast<long long>(row) * vocab;
@@ -208,8 +231,10 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) out.tokens[row] = -1, out.finish[row] = DONE_BEFORE;
     return;
   }
-  bool good;
-  const u64 best = best_below(logits, vocab, ~0ull, s.join, &good);  // of the model
+  const bool is_mine = static_cast<int>(threadIdx.x) < parts;
+  const u64 best =  // of the model
+      block_join(is_mine ? parts_best[row * parts + threadIdx.x] : 0, s.join, Max());
+  bool good = best != BAD;
   const Adjustment adjustment = adjustment_of(state, slot, position);
   const float* chosen_from = logits;
   u64 first = best;
