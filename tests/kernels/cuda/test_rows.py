@@ -123,7 +123,7 @@ def a_step(vocab: int, seed: int) -> tuple[Batch, SlotState, StepOutput]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("vocab", [5, 60, 1500])
+@pytest.mark.parametrize("vocab", [5, 60, 1500, 5000])
 def test_sample(ops: EmulatedOps, vocab: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "THREADS", 64)
     logits = normal(seed, 6, vocab) * 3
