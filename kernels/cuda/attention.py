@@ -25,14 +25,13 @@ SHORT_RUN = 8  # tokens of a slot in a step that count as generated
 MOST_GENERATED = 64  # tokens of a step that may all be generated
 PARTIAL_BYTES = 64 << 20  # what the pieces of one launch may take, if one token's do not take more
 PIECES = 512  # of all KV heads together at least, for long contexts: enough to fill a GPU
-COMBINE_SHARED = 8 * (1024 + 4)  # struct Shared of attention_combine.cu
+TICKETS = 4096  # blocks of one launch that add up pieces, most
 LOG2E = 1.4426950408889634
 
 LITTLE_SHARED = dict.fromkeys((86, 89, 120), 99 << 10)  # bytes a block, of cards from sm_80 on
 
 STORE = Instance("attention_store.cu", "store_kv")
 PLAN = Instance("attention_plan.cu", "attention_plan")
-COMBINE = Instance("attention_combine.cu", "attention_combine")
 
 
 def _shapes() -> list[tuple[int, int]]:
@@ -66,7 +65,7 @@ PREFILL = {
     (dim, kind): Instance("attention_prefill.cu", "attention_prefill", _defines(dim, kind))
     for dim, kind in _shapes()
 }
-INSTANCES = [STORE, PLAN, COMBINE, *DECODE.values(), *PREFILL.values()]
+INSTANCES = [STORE, PLAN, *DECODE.values(), *PREFILL.values()]
 
 
 @dataclass(eq=False)
@@ -75,6 +74,7 @@ class CudaKv:
 
     keys: DeviceArray  # uint8 [pages, bytes]
     values: DeviceArray
+    tickets: DeviceArray  # uint32 [TICKETS], zeros between two launches
     pages: int
     kv_heads: int
     key_dim: int
@@ -108,7 +108,8 @@ def kv_cache(
     keys, values = (
         ops.zeros((pages, kv_heads * page_tokens * each), np.uint8) for each in token_bytes
     )
-    return CudaKv(keys, values, pages, kv_heads, key_dim, value_dim, key_type, value_type)
+    tickets = ops.zeros((TICKETS,), np.uint32)
+    return CudaKv(keys, values, tickets, pages, kv_heads, key_dim, value_dim, key_type, value_type)
 
 
 def page_parts(cache: CudaKv) -> tuple[DeviceArray, DeviceArray]:
@@ -241,7 +242,7 @@ def decode_shared(dim: int, kind: int, tiles: int, arch: int) -> int:
     tile, pitch, rows = _tile(dim), dim + 8, 16 * tiles
     values = tile * pitch if _is_async(kind, arch) else 8
     halves = rows * pitch + tile * pitch + values + rows * (tile + 8)
-    return 2 * halves + 4 * rows * (tile // 16 + 4)
+    return 2 * halves + 4 * rows * (tile // 16 + 4) + 16
 
 
 def prefill_shared(dim: int, kind: int, arch: int) -> int:
@@ -278,7 +279,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
     each = 1 if plan is None else chunk  # rows for each token or item
     row_bytes = call.num_heads * stride * (call.cache.value_dim + 2) * 4
     batch = max(1, PARTIAL_BYTES // row_bytes // each)
-    batch = min(batch, last - first)
+    batch = min(batch, last - first, max(1, TICKETS // (call.cache.kv_heads * parts)))
     partial = ops.scratch((batch * each * call.num_heads * stride, call.cache.value_dim))
     stats = ops.scratch((batch * each * call.num_heads * stride, 2))
     pointers = call.q, call.cache.keys, call.cache.values, call.table, call.batch.slots
@@ -294,21 +295,12 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
             (
                 *(array.ptr for array in pointers),
                 *(call.batch.positions.ptr, call.heads.ptr, plan_ptr, partial.ptr, stats.ptr),
+                *(call.cache.tickets.ptr, call.out.ptr),
                 *map(np.int32, numbers),
                 *call.factors,
                 *map(np.int32, (*ends, pieces)),
             ),
             shared,
-        )
-        numbers = start, call.num_heads, call.cache.value_dim, call.limit
-        ops.kernel(COMBINE)(
-            (call.num_heads, stop - start),
-            256,
-            (
-                *(partial.ptr, stats.ptr, call.batch.positions.ptr, plan_ptr, call.out.ptr),
-                *map(np.int32, (*numbers, *ends)),
-            ),
-            COMBINE_SHARED,
         )
 
 

@@ -1,7 +1,8 @@
 // Attention of few rows over long contexts: a block takes one piece of the positions for one KV
 // head and all its query heads, of up to `chunk` tokens of a slot, so that keys and values are read
 // once. Warps share the positions of a tile for scores, the dimensions for sums of values. What a
-// piece gives (not normalised) goes to `partial`; attention_combine.cu adds pieces in their order.
+// piece gives (not normalised) goes to `partial`; the block that is the last of all pieces adds
+// them, in an order that follows from their number alone.
 // -D HEAD_DIM, KIND, ROW_TILES (16 rows each)
 #include "attention_tile.cuh"
 
@@ -26,6 +27,7 @@ struct Shared {
   float factor[ROWS];
   int low[ROWS], high[ROWS];
   int slot[ROWS];  // of `partial`; -1: none
+  int kept[4];     // for the end, so that no register holds it meanwhile
 };
 
 // Tokens from t on that a block takes together; 0 if another token's block takes t. They are
@@ -179,18 +181,77 @@ __device__ __forceinline__ void write_piece(Shared& sh, const Square (&out)[ROW_
   }
 }
 
+// Whether this block is the last of `count` to come; the ticket is 0 again then.
+__device__ __forceinline__ bool is_last(Shared& sh, unsigned* ticket, int count) {
+  __threadfence();  // what all threads wrote comes before
+  __syncthreads();
+  if (threadIdx.x == 0) sh.low[0] = atomicInc(ticket, count - 1) == count - 1u;
+  __syncthreads();
+  __threadfence();
+  return sh.low[0];
+}
+
+// A warp adds the pieces of one row and normalises. Others wrote them: read past the first cache.
+// A call, since its registers would be taken from those of the products.
+__device__ __noinline__ void join_pieces(const float* partial, const float2* stats, int pieces,
+                                            float* out, int dim) {
+  constexpr int EACH = (DIM + 127) / 128;
+  const int lane = threadIdx.x & 31;
+  float most = -infinity(), total = 0.0f;
+  for (int i = lane; i < pieces; i += 32) most = fmaxf(most, __ldcg(stats + i).x);
+  for (int step = 16; step > 0; step >>= 1)
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+  const float shift = most == -infinity() ? 0.0f : most;
+  float4 sum[EACH] = {};
+  for (int from = 0; from < pieces; from += 32) {
+    const int count = min(32, pieces - from);
+    const float2 stat = lane < count ? __ldcg(stats + from + lane) : float2{-infinity(), 0.0f};
+    const float mine = exp2_fast(stat.x - shift);
+    total = __fmaf_rn(mine, stat.y, total);
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float weight = __shfl_sync(0xffffffffu, mine, i);
+      const float* part = partial + static_cast<long long>(from + i) * dim;
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const int d = 128 * j + 4 * lane;
+        if (d >= dim) break;
+        const float4 v = __ldcg(reinterpret_cast<const float4*>(part + d));
+        sum[j].x = __fmaf_rn(weight, v.x, sum[j].x), sum[j].y = __fmaf_rn(weight, v.y, sum[j].y);
+        sum[j].z = __fmaf_rn(weight, v.z, sum[j].z), sum[j].w = __fmaf_rn(weight, v.w, sum[j].w);
+      }
+    }
+  }
+  for (int step = 16; step > 0; step >>= 1) total += __shfl_xor_sync(0xffffffffu, total, step);
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) {
+    const int d = 128 * j + 4 * lane;
+    if (d < dim)
+      *reinterpret_cast<float4*>(out + d) = float4{sum[j].x / total, sum[j].y / total,
+                                                   sum[j].z / total, sum[j].w / total};
+  }
+}
+
 }  // namespace voltapile
 
 using namespace voltapile;
+
+#if VP_ARCH == 750  // whose compiler would rather spill than have fewer blocks at once
+#define VP_LEAST_BLOCKS , 1
+#else
+#define VP_LEAST_BLOCKS
+#endif
 
 // grid: (tokens or items * pieces, KV heads * parts of their rows)
 // heads: int[kv_heads + 1 + H], where each KV head's query heads begin and end, then those
 // plan: null, or of attention_plan.cu: int count, -, -, -, then (first token, tokens) of each item
 // partial: float[tokens * H * stride, value_dim], stats: largest score and sum alike
-extern "C" __global__ void __launch_bounds__(THREADS)
+// tickets: a zero for each token or item and blockIdx.y
+extern "C" __global__ void __launch_bounds__(THREADS VP_LEAST_BLOCKS)
 attention_decode(const float* q, const unsigned char* key_base, const unsigned char* value_base,
                  const int* table, const int* slots, const int* positions, const int* heads,
-                 const int* plan, float* partial, float2* stats, int first, int last, int parts,
+                 const int* plan, float* partial, float2* stats, unsigned* tickets,
+                 float* attended, int first, int last, int parts,
                  int kv_heads, int num_heads, int key_dim, int value_dim, int key_kind,
                  int value_kind, int width, int pages, float scale, float cap, int window, int most,
                  int stride, int chunk, int pieces) {
@@ -216,6 +277,10 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   for (int t = 1; t < count; ++t) {
     const Span s = span_of(positions[begin + t], limit, window, most);
     whole.low = min(whole.low, s.low), whole.high = max(whole.high, s.high);
+  }
+  if (threadIdx.x == 0) {
+    sh.kept[0] = begin, sh.kept[1] = base, sh.kept[2] = whole.last() - whole.first() + 1;
+    sh.kept[3] = rows;
   }
   const int piece = whole.first() + blockIdx.x % pieces;
   const int start = max(piece * whole.piece, whole.low / TILE * TILE);
@@ -292,4 +357,17 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   }
   __syncthreads();
   write_piece(sh, out, running, sum, partial, stats, value_dim, tiles, group, share, warp, lane);
+  if (!is_last(sh, tickets + blockIdx.x / pieces * gridDim.y + blockIdx.y, sh.kept[2])) return;
+  const int* lists = heads + blockIdx.y / parts;
+  const int group_begin = lists[0], group_size = lists[1] - group_begin;
+  const int token = sh.kept[0], origin = sh.kept[1], end_row = sh.kept[3];
+  for (int m = warp; m < end_row; m += WARPS) {
+    const int r = blockIdx.y % parts * ROWS + m, t = r / group_size;
+    const int head = heads[kv_heads + 1 + group_begin + r % group_size];
+    const Span s = span_of(positions[token + t], limit, window, most);
+    const long long at = (static_cast<long long>(origin + t) * num_heads + head) * stride;
+    join_pieces(partial + at * value_dim, stats + at, s.last() - s.first() + 1,
+                attended + (static_cast<long long>(token + t) * num_heads + head) * value_dim,
+                value_dim);
+  }
 }

@@ -36,6 +36,16 @@ inline unsigned emulated_ballot_sync(unsigned, bool vote) {
   return all;
 }
 
+template <class T>
+T __ldcg(const T* p) { return *p; }
+inline void __threadfence() {}
+#define __noinline__
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+  const unsigned old = *at;
+  *at = old >= most ? 0 : old + 1;
+  return old;
+}
+
 namespace voltapile {
 
 inline float infinity() { return INFINITY; }

@@ -156,7 +156,7 @@ def test_many_launches_give_the_same(ops_for: Callable[[int], Any]) -> None:
 
 def test_prompt_kernels_fit_cards_with_little_shared_memory() -> None:
     for dim in launcher.HEAD_DIMS:
-        cache = launcher.CudaKv(None, None, 1, 1, dim, dim, "f16", "f16")  # type: ignore[arg-type]
+        cache = launcher.CudaKv(None, None, None, 1, 1, dim, dim, "f16", "f16")  # type: ignore[arg-type]
         for arch, most in ((70, 96), (75, 64), (80, 163), (86, 99), (89, 99), (90, 227)):
             shape = launcher.prefill_shape(cache, arch)
             assert launcher.prefill_shared(*shape, arch) <= most << 10, (dim, arch)
