@@ -181,6 +181,12 @@ __device__ __forceinline__ void write_piece(Shared& sh, const Square (&out)[ROW_
   }
 }
 
+__device__ __forceinline__ void keep_for_end(Shared& sh, int begin, int base, int pieces,
+                                             int rows) {
+  if (threadIdx.x != 0) return;
+  sh.kept[0] = begin, sh.kept[1] = base, sh.kept[2] = pieces, sh.kept[3] = rows;
+}
+
 // Whether this block is the last of `count` to come; the ticket is 0 again then.
 __device__ __forceinline__ bool is_last(Shared& sh, unsigned* ticket, int count) {
   __threadfence();  // what all threads wrote comes before
@@ -278,10 +284,7 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
     const Span s = span_of(positions[begin + t], limit, window, most);
     whole.low = min(whole.low, s.low), whole.high = max(whole.high, s.high);
   }
-  if (threadIdx.x == 0) {
-    sh.kept[0] = begin, sh.kept[1] = base, sh.kept[2] = whole.last() - whole.first() + 1;
-    sh.kept[3] = rows;
-  }
+  keep_for_end(sh, begin, base, whole.last() - whole.first() + 1, rows);
   const int piece = whole.first() + blockIdx.x % pieces;
   const int start = max(piece * whole.piece, whole.low / TILE * TILE);
   const int end = min((piece + 1) * whole.piece, whole.high);
