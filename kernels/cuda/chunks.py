@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from voltapile.shm.formats import format_of
 
 MUCH = 3072  # bytes in flight that need no third stage
+FINISHED = 1024  # bytes of a warp's finished sums, where nothing else makes room for them
 # KiB of shared memory that a block may take, by compute capability; 99 elsewhere.
 SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
@@ -18,7 +19,8 @@ SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 class Chunk:
     """groups: of 32 columns. align: divides the address of every block. scales: runs of a group
     with a scale of their own, 0: none. x_planes: halves of an activation. span: groups that
-    share bytes, so that a thread unpacks them together."""
+    share bytes, so that a thread unpacks them together. is_direct: blocks go from global memory
+    to registers, and shared memory holds tokens and finished sums alone."""
 
     name: str
     groups: int = 8
@@ -29,6 +31,7 @@ class Chunk:
     is_expanded: bool = False
     warps: int = 8
     span: int = 1
+    is_direct: bool = False
 
     @property
     def bytes(self) -> int:
@@ -50,8 +53,18 @@ class Chunk:
         """Shared memory of a warp that holds `room` tokens."""
         fixed = self.stages(arch) * self.stage_bytes + 16 * 1040 * self.is_expanded
         fixed += 128 * self.groups * self.scales
+        fixed = FINISHED if self.is_direct else fixed
+        return -(-(fixed + room * self.token_bytes) // 128) * 128
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's part of a chunk: halves, sums, a scale."""
         sums = 4 * self.groups * self.scales * self.has_offset
-        return -(-(fixed + room * (64 * self.x_planes * self.groups + sums + 4)) // 128) * 128
+        return 64 * self.x_planes * self.groups + sums + 4
+
+    def slot_bytes(self, room: int) -> int:
+        """Of a chunk's tokens, where those of several are kept; for direct formats."""
+        return -(-self.token_bytes * room // 16) * 16
 
 
 def _expanded(name: str) -> Chunk:
@@ -69,7 +82,7 @@ _ALL = (
     Chunk("Q8_0"),
     Chunk("Q2_K", span=4, align=4, scales=2, has_offset=True),
     Chunk("Q3_K", span=4, scales=2),
-    Chunk("Q4_K", span=2, align=16, has_offset=True),
+    Chunk("Q4_K", span=2, align=16, has_offset=True, is_direct=True),
     Chunk("Q5_K", span=2, align=16, has_offset=True),
     Chunk("Q6_K", span=4, scales=2),
     Chunk("IQ4_NL"),

@@ -17,7 +17,9 @@ from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Lau
 
 PLAIN, ADD, SILU, GELU = range(4)
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU}
-TILES = 2  # of 16 rows, in a block
+TILES = 2  # of 16 rows, in a block; one where few rows would leave the card half empty
+FEW_ROWS = 4096  # of a launch whose blocks take one tile
+MANY_TURNS = 8  # of a block, from which on one row is better off with blocks that stay
 MATRICES = 3  # of one launch
 # Prompt rows of a step from which on they take the product of many rows: the fused one, or the
 # library's; 0 is never. Not measured: arithmetic for an H200. The engine reads all weights for
@@ -31,17 +33,24 @@ PAIRS = {
 }  # fmt: skip
 
 
-def _instance(first: str, other: str, many: int) -> Instance:
-    defines = {"FORMAT": first, "OTHER": other, "WARPS": CHUNKS[first].warps, "TILES": TILES}
-    named = tuple((key, str(value)) for key, value in (defines | {"MANY": many}).items())
+LOOPING = [name for name, chunk in CHUNKS.items() if chunk.is_direct]
+SINGLE = {(each, each) for each in ("Q4_K", "Q6_K", "Q8_0")} | {("Q4_K", "Q6_K")}
+
+
+def _instance(first: str, other: str, many: int, tiles: int, loops: int) -> Instance:
+    defines = {"FORMAT": first, "OTHER": other, "WARPS": CHUNKS[first].warps}
+    defines |= {"TILES": tiles, "MANY": many, "LOOPS": loops}
+    named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_rows.cu", "matmul_rows", named, is_exact=True)
 
 
 ROWS = {
-    (first, other, many): _instance(first, other, many)
+    (first, other, many, TILES, 0): _instance(first, other, many, TILES, 0)
     for first, other in [*((name, name) for name in CHUNKS), *sorted(PAIRS)]
     for many in (0, 1)  # whether for more than 8 tokens
 }
+ROWS |= {(*pair, 0, 1, 0): _instance(*pair, 0, 1, 0) for pair in sorted(SINGLE)}
+ROWS |= {(each, each, 0, TILES, 1): _instance(each, each, 0, TILES, 1) for each in LOOPING}
 INSTANCES = [*ROWS.values(), *gemm.INSTANCES]
 
 
@@ -217,19 +226,42 @@ def _launch(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: i
     chunks = [CHUNKS[name] for name in pair]
     room = room_for(tokens, chunks, ops.arch)
     others = sum(1 << i for i, p in enumerate(products) if p.weight.type_name != pair[0])
-    blocks = sum(-(-product.weight.shape[0] // (16 * TILES)) for product in products)
-    if epilogue in (SILU, GELU):
-        blocks = -(-products[0].weight.shape[0] // (16 * TILES // 2))
-    ops.kernel(ROWS[*pair, int(room > 8)])(
-        (blocks, -(-tokens // room)),
+    is_glu = epilogue in (SILU, GELU)
+    rows = [product.weight.shape[0] for product in products]
+    # What follows changes no bits.
+    is_few = sum(rows) <= FEW_ROWS and not is_glu and room <= 8 and pair in SINGLE
+    tiles = 1 if is_few else TILES
+    blocks = sum(-(-each // (16 * tiles)) for each in rows)
+    if is_glu:
+        blocks = -(-rows[0] // (16 * TILES // 2))
+    shared, most = shared_bytes(room, chunks, ops.arch), 2 * ops.multiprocessors
+    slots = _slots(pair, columns, room, shared, ops.arch) if tiles == TILES else 0
+    loops = slots and blocks > (most if room > 1 else MANY_TURNS * most)
+    if loops:
+        shared += (slots - 1) * chunks[0].warps * chunks[0].slot_bytes(room)
+    ops.kernel(ROWS[*pair, int(room > 8), tiles, int(bool(loops))])(
+        (most if loops else blocks, -(-tokens // room)),
         32 * chunks[0].warps,
         (
             *_matrix_args(products),
             x.ptr,
-            *map(np.int32, (columns, tokens, room, epilogue, others)),
+            *map(np.int32, (columns, tokens, room, epilogue, others, slots if loops else 1)),
         ),
-        shared=shared_bytes(room, chunks, ops.arch),
+        shared=shared,
     )
+
+
+def _slots(pair: tuple[str, str], columns: int, room: int, shared: int, arch: int) -> int:
+    """Chunks of a warp, if the tokens of all of them fit twice beside each other; else 0.
+
+    A block then stays and takes one tile after the other, and stages its tokens once.
+    """
+    chunk = CHUNKS[pair[0]]
+    if not chunk.is_direct or pair[0] != pair[1] or room > 8:
+        return 0
+    slots = -(-columns // (32 * chunk.groups * chunk.warps))
+    more = (slots - 1) * chunk.warps * chunk.slot_bytes(room)
+    return slots if shared + more <= max_shared(arch) // 2 else 0
 
 
 def _matrix_args(products: list[_Product]) -> tuple[int | np.int32, ...]:

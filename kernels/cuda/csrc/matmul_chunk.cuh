@@ -13,6 +13,14 @@ constexpr bool IS_ASYNC = VP_ARCH >= 800;
 constexpr int PASSES = !MANY ? 1 : IS_ASYNC ? 4 : 2;
 constexpr int MUCH = 3072;  // bytes in flight that need no third stage
 
+template <class A, class B>
+struct Equal {
+  static constexpr bool value = false;
+};
+template <class A>
+struct Equal<A, A> {
+  static constexpr bool value = true;
+};
 template <bool CONDITION, class A, class B>
 struct Either {
   using type = A;
@@ -21,6 +29,10 @@ template <class A, class B>
 struct Either<false, A, B> {
   using type = B;
 };
+
+// Whether blocks go from global memory to registers (matmul_direct.cuh).
+template <class F>
+constexpr bool IS_DIRECT = Equal<F, formats::Q4_K>::value;
 
 // What a warp keeps in shared memory: raw chunks, floats of an expanded one, scales, tokens. The
 // launcher computes the same sizes.
@@ -33,7 +45,8 @@ struct ChunkMemory {
   static constexpr bool HAS_SCALES = !C::NATURAL;
   static constexpr int EXPANDED_STRIDE = 1040, EXPANDED = C::EXPAND ? 16 * EXPANDED_STRIDE : 0;
   static constexpr int SCALES = HAS_SCALES ? C::GROUPS * C::SCALES * 16 * 8 : 0;
-  static constexpr int FIXED = STAGES * Raw::SIZE + EXPANDED + SCALES;
+  static constexpr int SUMS = 1024;  // of two tiles and eight tokens, in the end
+  static constexpr int FIXED = IS_DIRECT<F> ? SUMS : STAGES * Raw::SIZE + EXPANDED + SCALES;
   static __device__ constexpr int bytes(int room) {
     return (FIXED + room * Tokens<Values>::PER_TOKEN + 127) / 128 * 128;
   }

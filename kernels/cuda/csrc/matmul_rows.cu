@@ -4,45 +4,24 @@
 // columns: warp w takes chunks w, w + WARPS, ...; their sums meet in shared memory, in the order of
 // the warps. Sums of a group are made afresh on the tensor core, scaled and added in float32.
 // Nothing that decides the order depends on the tokens. -D: FORMAT, and OTHER, the format of the
-// matrices whose bit in `others` is set; WARPS, TILES (a gate and its up share a block), MANY.
+// matrices whose bit in `others` is set; WARPS, TILES (a gate and its up share a block), MANY;
+// LOOPS: blocks stay, take every gridDim.x-th tile and keep `slots` chunks of tokens.
 #include "matmul_chunk.cuh"
+#include "matmul_direct.cuh"
 #include "matmul_epilogue.cuh"
 
 using namespace voltapile;
 
-template <class A, class B>
-struct Same {
-  static constexpr bool value = false;
-};
-template <class A>
-struct Same<A, A> {
-  static constexpr bool value = true;
-};
 // Registers for two blocks of a multiprocessor are too few where much is summed at once.
 constexpr int MIN_BLOCKS =
     VP_ARCH >= 800 && PASSES == 1 && Codec<formats::FORMAT>::PLANES == 1 ? 2 : 1;
-constexpr bool IS_SAME = Same<formats::FORMAT, formats::OTHER>::value;
-
-// What a block works on.
-struct Job {
-  const std::uint8_t* first[TILES];  // row of each tile
-  const float* x;
-  int last_row, k, tokens, room;  // last_row: of every tile, 15 unless the matrix has fewer
-
-  // A register cannot be indexed.
-  __device__ __forceinline__ const std::uint8_t* first_of(int tile) const {
-    const std::uint8_t* found = first[0];
-#pragma unroll
-    for (int t = 1; t < TILES; ++t) found = tile == t ? first[t] : found;
-    return found;
-  }
-};
+constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
 
 // All chunks of this warp. memory: the warp's own.
 template <class F>
-__device__ __forceinline__ void multiply_all(const Job& job, std::uint8_t* memory, int warp,
-                                             const Tile& tile,
-                                             float (&total)[TILES][PASSES][Tile::VALUES]) {
+__device__ __forceinline__ void multiply_staged(const Job& job, std::uint8_t* memory, int warp,
+                                                const Tile& tile,
+                                                float (&total)[TILES][PASSES][Tile::VALUES]) {
   using M = ChunkMemory<F>;
   using Raw = typename M::Raw;
   constexpr int STAGES = M::STAGES, BYTES = Codec<F>::BYTES, COLUMNS = 32 * Codec<F>::GROUPS;
@@ -94,6 +73,17 @@ __device__ __forceinline__ void multiply_all(const Job& job, std::uint8_t* memor
   }
 }
 
+template <class F>
+__device__ __forceinline__ void multiply_all(const Job& job, std::uint8_t* memory, int warp,
+                                             int slots, bool is_first, const Tile& tile,
+                                             float (&total)[TILES][PASSES][Tile::VALUES]) {
+  if constexpr (IS_DIRECT<F>)
+    multiply_direct(job, memory + ChunkMemory<F>::FIXED, warp, LOOPS ? slots : 1, is_first, tile,
+                                  total);
+  else
+    multiply_staged<F>(job, memory, warp, tile, total);
+}
+
 __device__ __forceinline__ int blocks_of(int rows) {
   return (rows + 16 * TILES - 1) / (16 * TILES);
 }
@@ -102,51 +92,61 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     matmul_rows(const std::uint8_t* weights0, const float* bias0, float* out0, int rows0,
                 const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                 const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
-                const float* x, int k, int tokens, int room, int epilogue, int others) {
+                const float* x, int k, int tokens, int room, int epilogue, int others, int slots) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   const bool is_glu = epilogue >= SILU;
   constexpr int PAIRED = TILES > 1 ? TILES / 2 : 1;
   const int block_rows = 16 * (is_glu ? PAIRED : TILES);
-  Matrix matrix{weights0, bias0, out0, rows0};
-  int m = 0, block = blockIdx.x;
-  if (!is_glu && block >= blocks_of(rows0)) {
-    block -= blocks_of(rows0);
-    m = block < blocks_of(rows1) ? 1 : 2;
-    block -= m == 2 ? blocks_of(rows1) : 0;
-    matrix = m == 1 ? Matrix{weights1, bias1, out1, rows1} : Matrix{weights2, bias2, out2, rows2};
-  }
-  const bool is_other = others >> m & 1;
-  const long long row_bytes =
-      is_other ? static_cast<long long>(k / formats::OTHER::length) * formats::OTHER::bytes
-               : static_cast<long long>(k / formats::FORMAT::length) * formats::FORMAT::bytes;
-  const int first_row = block * block_rows, first_token = blockIdx.y * room;
+  const int blocks = is_glu ? (rows0 + block_rows - 1) / block_rows
+                            : blocks_of(rows0) + blocks_of(rows1) + blocks_of(rows2);
+#pragma unroll 1
+  for (int index = blockIdx.x; index < blocks || !LOOPS; index += gridDim.x) {
+    const bool is_first = !LOOPS || slots == 1 || index == blockIdx.x;
+    Matrix matrix{weights0, bias0, out0, rows0};
+    int m = 0, block = index;
+    if (!is_glu && block >= blocks_of(rows0)) {
+      block -= blocks_of(rows0);
+      m = block < blocks_of(rows1) ? 1 : 2;
+      block -= m == 2 ? blocks_of(rows1) : 0;
+      matrix = m == 1 ? Matrix{weights1, bias1, out1, rows1} : Matrix{weights2, bias2, out2, rows2};
+    }
+    const bool is_other = others >> m & 1;
+    const long long row_bytes =
+        is_other ? static_cast<long long>(k / formats::OTHER::length) * formats::OTHER::bytes
+                 : static_cast<long long>(k / formats::FORMAT::length) * formats::FORMAT::bytes;
+    const int first_row = block * block_rows, first_token = blockIdx.y * room;
 
-  Job job;
+    Job job;
 #pragma unroll
-  for (int t = 0; t < TILES; ++t) {
-    const int row = first_row_of(first_row + 16 * (is_glu ? t % PAIRED : t), matrix.rows);
-    job.first[t] = (is_glu && t >= PAIRED ? weights1 : matrix.weights) + row * row_bytes;
-  }
-  job.last_row = min(15, matrix.rows - 1);
-  job.x = x + static_cast<long long>(first_token) * k;
-  job.k = k;
-  job.tokens = min(room, tokens - first_token);
-  job.room = room;
+    for (int t = 0; t < TILES; ++t) {
+      const int row = first_row_of(first_row + 16 * (is_glu ? t % PAIRED : t), matrix.rows);
+      job.first[t] = (is_glu && t >= PAIRED ? weights1 : matrix.weights) + row * row_bytes;
+    }
+    job.last_row = min(15, matrix.rows - 1);
+    job.x = x + static_cast<long long>(first_token) * k;
+    job.k = k;
+    job.tokens = min(room, tokens - first_token);
+    job.room = room;
 
-  const int warp = threadIdx.x >> 5;
-  const Tile tile{static_cast<int>(threadIdx.x & 31)};
-  float total[TILES][PASSES][Tile::VALUES] = {};
-  int stride;
-  if (!IS_SAME && is_other) {
-    stride = ChunkMemory<formats::OTHER>::bytes(room);
-    multiply_all<formats::OTHER>(job, shared + warp * stride, warp, tile, total);
-  } else {
-    stride = ChunkMemory<formats::FORMAT>::bytes(room);
-    multiply_all<formats::FORMAT>(job, shared + warp * stride, warp, tile, total);
+    const int warp = threadIdx.x >> 5;
+    const Tile tile{static_cast<int>(threadIdx.x & 31)};
+    float total[TILES][PASSES][Tile::VALUES] = {};
+    int stride;
+    if (!IS_SAME && is_other) {
+      stride = ChunkMemory<formats::OTHER>::bytes(room);
+      multiply_all<formats::OTHER>(job, shared + warp * stride, warp, 1, true, tile, total);
+    } else {
+      stride = ChunkMemory<formats::FORMAT>::bytes(room);
+      if constexpr (LOOPS) stride += (slots - 1) * DirectTokens::bytes(room);
+      multiply_all<formats::FORMAT>(job, shared + warp * stride, warp, LOOPS ? slots : 1, is_first,
+                                    tile, total);
+    }
+    keep_sums(total, tile, reinterpret_cast<float*>(shared + warp * stride));
+    __syncthreads();
+    const Epilogue kind = static_cast<Epilogue>(epilogue);
+    const Target target{matrix, bias1, first_row, first_token, job.tokens, block_rows, kind};
+    write_sums(target, shared, stride);
+    if (!LOOPS) break;
+    __syncthreads();
   }
-  keep_sums(total, tile, reinterpret_cast<float*>(shared + warp * stride));
-  __syncthreads();
-  const Epilogue kind = static_cast<Epilogue>(epilogue);
-  const Target target{matrix, bias1, first_row, first_token, job.tokens, block_rows, kind};
-  write_sums(target, shared, stride);
 }

@@ -66,6 +66,8 @@ struct Tile {
   __device__ int sum_token(int i) const { return 2 * (lane & 3) + i; }
   static __device__ constexpr int row_of(int e) { return e >> 1; }
   static __device__ constexpr int token_of(int e) { return e & 1; }
+  // Of what lanes hold of their own rows, that of the i-th row of this lane's sums.
+  __device__ unsigned of_sum_row(const unsigned (&own)[ROWS], int i) const { return own[i]; }
   // What is added to a sum once must be added by these lanes only.
   __device__ bool owns_sums() const { return true; }
   __device__ float fold(float sum) const { return sum; }
@@ -98,6 +100,9 @@ struct Tile {
   __device__ int sum_token(int i) const { return (lane & 2) + (i & 1) + (i >> 1 << 2); }
   static __device__ constexpr int row_of(int e) { return e >> 1 & 1; }
   static __device__ constexpr int token_of(int e) { return (e & 1) | (e >> 2 << 1); }
+  __device__ unsigned of_sum_row(const unsigned (&own)[ROWS], int i) const {
+    return __shfl_sync(~0u, own[0], (lane & 29) | 2 * i);
+  }
   __device__ bool owns_sums() const { return (lane & 8) == 0; }
   __device__ float fold(float sum) const { return sum + __shfl_xor_sync(~0u, sum, 8); }
 

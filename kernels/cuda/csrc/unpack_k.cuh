@@ -50,16 +50,19 @@ template <>
 struct Codec<formats::Q6_K> : Quantised {
   static constexpr int ALIGN = 2, BYTES = 210, SPAN = 4, SCALES = 2;
   static __device__ __forceinline__ void unpack(Bytes row, int span, int p, Unit* out) {
+    const auto at = reinterpret_cast<std::uint64_t>(row);
+    const unsigned* words = reinterpret_cast<const unsigned*>(at & ~static_cast<std::uint64_t>(3));
+    const unsigned shift = static_cast<unsigned>(at & 3) * 8;
+    const auto word = [&](int n) { return __funnelshift_r(words[n], words[n + 1], shift); };
     for (int i = 0; i < 2; ++i) {
-      const unsigned top = word_at<ALIGN>(row + 128 + 32 * span + 4 * p + 16 * i);
+      const unsigned top = word(32 + 8 * span + p + 4 * i);
+      const unsigned low[2] = {word(16 * span + p + 4 * i), word(16 * span + 8 + p + 4 * i)};
       for (int part = 0; part < 4; ++part) {
-        const Bytes low = row + 64 * span + 32 * (part & 1) + 4 * p + 16 * i;
-        const unsigned w = word_at<ALIGN>(low);
-        for (int odd = 0; odd < 2; ++odd) {
-          const unsigned q = field(w, 4 * (part >> 1), odd, 4, 0x00f000f0) |
-                             field(top, 2 * part, odd, 8, 0x03000300);
-          out[part].r[2 * i + odd] = half_add(q | 0x54005400, 0xd600d600);  // 64 + q - 96
-        }
+        const unsigned four = low[part & 1] >> (part & 2 ? 4 : 0) & 0x0f0f0f0f;
+        const unsigned two = part < 2 ? top << (4 - 2 * part) : top >> (2 * part - 4);
+        const unsigned q = four | (two & 0x30303030);
+        out[part].r[2 * i] = half_add(__byte_perm(q, 0x64646464, 0x4240), 0xe420e420);
+        out[part].r[2 * i + 1] = half_add(__byte_perm(q, 0x64646464, 0x4341), 0xe420e420);
       }
     }
   }

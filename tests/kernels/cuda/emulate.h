@@ -213,6 +213,14 @@ inline unsigned half_add(unsigned a, unsigned b) {
   const float2 x = half_values(a), y = half_values(b);
   return half_pair(x.x + y.x, x.y + y.y);
 }
+inline unsigned half_mul(unsigned a, unsigned b) {
+  const float2 x = half_values(a), y = half_values(b);
+  return half_pair(x.x * y.x, x.y * y.y);
+}
+inline unsigned half_fma(unsigned a, unsigned b, unsigned c) {
+  const float2 x = half_values(a), y = half_values(b), z = half_values(c);
+  return half_pair(std::fmaf(x.x, y.x, z.x), std::fmaf(x.y, y.y, z.y));
+}
 
 inline void copy_async(void* target, const void* source, int valid) {
   emulation::fibres[emulation::current].open.push_back({target, source, valid});

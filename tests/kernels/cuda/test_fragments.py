@@ -123,6 +123,23 @@ def test_a_row_has_the_same_bits_in_any_company(arch: int, folder: Path) -> None
     np.testing.assert_array_equal(mixed[:5], alone[:5])
 
 
+@pytest.mark.parametrize("arch", [70, 80])
+def test_a_block_takes_several_tiles(
+    arch: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "FEW_ROWS", 100)
+    ops = ops_of(arch, folder)
+    raw, x = random_raw("Q4_K", 333, 2304), activations(3, 2304)
+    got = product(ops, raw, "Q4_K", 333, x, matmul.EVERY_ROW_ALONE)
+    assert ops.launched[-1][1] == (2 * ops.multiprocessors, 1)
+    weights = values_of(raw, "Q4_K", 333)
+    error = np.abs(got - x.astype(np.float64) @ weights.T)
+    assert (error <= tolerance(x, weights, "Q4_K")).all()
+    few = product(ops, raw[: len(raw) // 333 * 40], "Q4_K", 40, x[1:2], matmul.EVERY_ROW_ALONE)
+    assert ops.launched[-1][1] != (2 * ops.multiprocessors, 1)
+    np.testing.assert_array_equal(few[0], got[1, :40])
+
+
 def test_matrices_of_two_formats_share_a_launch(folder: Path) -> None:
     ops = ops_of(80, folder)
     x = activations(3, 768)
