@@ -1,4 +1,4 @@
-"""Weights copied into memory instead of mapped: the same logits, and the bytes that the Plan says."""
+"""Weights copied into memory instead of mapped: the same logits, the bytes that the Plan says."""
 
 from __future__ import annotations
 
