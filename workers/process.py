@@ -151,7 +151,7 @@ class Worker:
         self._lost_gateway()
         if time.monotonic() >= self.next_stats:
             self.next_stats = time.monotonic() + STATS_SECONDS
-            self._say(Stats(name=self.name, values={"stage": stage, "fraction": fraction}))
+            self._say(self._stats(stage, fraction))
 
     # --- loop -----------------------------------------------------------------------------
     def _serve(self, resources: contextlib.ExitStack) -> None:
@@ -253,11 +253,15 @@ class Worker:
     def _offer(self) -> None:
         """Tell whatever gateway is there that this worker is ready."""
         self.next_ready = time.monotonic() + READY_SECONDS
+        self._say(self._stats("ready", 1.0))  # a small model loads before the connection stands
         self._say(self._ready())
         silence = time.monotonic() - self.connected_at
         if self.is_spawned and not self.is_connected and silence > ORPHAN_SECONDS:
             # A gateway that died before we watched its process leaves no other trace.
             raise StoppedError("no gateway is there")
+
+    def _stats(self, stage: str, fraction: float) -> Stats:
+        return Stats(name=self.name, values={"stage": stage, "fraction": fraction})
 
     def _ready(self) -> Ready:
         return Ready(
