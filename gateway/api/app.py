@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import logging
 from collections.abc import AsyncIterator, Iterable
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 from voltapile.gateway.api.chat import chat_completions
 from voltapile.gateway.api.completions import completions
+from voltapile.gateway.api.connections import Connections
 from voltapile.gateway.api.errors import ApiError, error_middleware
 from voltapile.gateway.api.health import health, metrics_text
 from voltapile.gateway.api.models import get_model, list_models
@@ -72,20 +71,18 @@ async def listening(
     app: web.Application, host: str = "127.0.0.1", port: int = 8080
 ) -> AsyncIterator[str]:
     """Serves `app` inside the block; yields its URL (port 0: one that is free)."""
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        shutdown_timeout=SHUTDOWN_SECONDS,
-        access_log=None,
-        logger=_server_log,
-    )
-    await runner.setup()
+    inner = web.AppRunner(app)
+    await inner.setup()
+    assert inner.server is not None
+    runner = _Runner(app, Connections(inner.server))
     try:
+        await runner.setup()
         await web.TCPSite(runner, host, port).start()
         name = f"[{host}]" if ":" in host else host
         yield f"http://{name}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+        await inner.cleanup()
 
 
 async def run(app: web.Application, host: str, port: int, stop: asyncio.Event) -> None:
@@ -94,14 +91,15 @@ async def run(app: web.Application, host: str, port: int, stop: asyncio.Event) -
         await stop.wait()
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Whatever speaks no HTTP (scanners, TLS to this port) would fill the log with tracebacks."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
+class _Runner(web.ServerRunner):
+    """Ends an application's streams once nobody new can come, and waits for their connections."""
 
+    def __init__(self, app: web.Application, connections: Connections) -> None:
+        super().__init__(connections, shutdown_timeout=SHUTDOWN_SECONDS)
+        self._app = app
 
-_server_log = logging.getLogger(f"{__name__}.server")
-_server_log.addFilter(_is_worth_a_line)
+    async def shutdown(self) -> None:
+        await self._app.shutdown()
 
 
 def _add_routes(app: web.Application, with_metrics: bool) -> None:
