@@ -14,16 +14,19 @@ import msgspec
 
 # The last is where machines with a driver from outside put it.
 _LIBRARIES = ("libnvidia-ml.so.1", "/usr/local/nvidia/lib64/libnvidia-ml.so.1")
+_MEMORY_CLOCK = 2  # NVML_CLOCK_MEM
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU. index: as the driver counts; arch: compute capability as 70, 75, 90."""
+    """One GPU. index: as the driver counts; arch: compute capability as 70, 75, 90. bandwidth: of
+    its memory in bytes a second, by clock and width; 0: the driver does not tell."""
 
     index: int
     name: str
     arch: int
     memory_bytes: int
     free_bytes: int
+    bandwidth: float = 0.0
 
 
 class _Memory(ctypes.Structure):
@@ -64,7 +67,21 @@ def _probe(nvml: ctypes.CDLL, index: int) -> Gpu | None:
         arch=10 * major.value + minor.value,
         memory_bytes=memory.total,
         free_bytes=memory.free,
+        bandwidth=_bandwidth(nvml, handle),
     )
+
+
+def _bandwidth(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> float:
+    """Memory moves bits at both edges of its clock."""
+    mhz, bits = ctypes.c_uint(), ctypes.c_uint()
+    try:
+        answers = (
+            nvml.nvmlDeviceGetMaxClockInfo(handle, _MEMORY_CLOCK, ctypes.byref(mhz)),
+            nvml.nvmlDeviceGetMemoryBusWidth(handle, ctypes.byref(bits)),
+        )
+    except AttributeError:  # a driver that is older than the question
+        return 0.0
+    return 0.0 if any(answers) else 2e6 * mhz.value * bits.value / 8
 
 
 @contextlib.contextmanager

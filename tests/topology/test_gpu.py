@@ -42,6 +42,21 @@ class FakeNvml:
         major._obj.value, minor._obj.value = 7, 0
         return 0
 
+    def nvmlDeviceGetMaxClockInfo(self, handle: Any, kind: int, mhz: Any) -> int:
+        assert kind == 2
+        mhz._obj.value = 877
+        return 0
+
+    def nvmlDeviceGetMemoryBusWidth(self, handle: Any, bits: Any) -> int:
+        bits._obj.value = 4096
+        return 0
+
+
+class OldNvml(FakeNvml):
+    """A driver that does not know the question."""
+
+    nvmlDeviceGetMemoryBusWidth = property()  # type: ignore[assignment]
+
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml()
@@ -53,9 +68,15 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
             arch=70,
             memory_bytes=16 << 30,
             free_bytes=15 << 30,
+            bandwidth=877e6 * 2 * 4096 / 8,
         )
     ]
     assert nvml.is_shut
+
+
+def test_an_old_driver_tells_no_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda path: OldNvml())
+    assert [each.bandwidth for each in gpu.probe_gpus()] == [0.0]
 
 
 def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,206 @@
+"""Roofline: the bytes, arithmetic and launches of a step, and the time that a GPU takes for them.
+
+Pure arithmetic over Spec, Plan and Gpu, for dense models on the cuda backend. What share of a
+card's speed our kernels reach was fitted to figures of one H200 (`bench/roofline.py --fit`); for
+any other card a prediction is arithmetic, not measured, and whoever prints it must say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from operator import add
+
+from voltapile.shm.formats import format_of
+from voltapile.topology.gpu import Gpu
+from voltapile.topology.plan import CacheGroup, Placement, Plan
+from voltapile.topology.spec import Spec
+
+ROWS_AT_ONCE = 32  # tokens for which the engine of few rows reads a weight once
+MANY_ROWS = 96  # of a prompt, from which on a weight is unpacked to halves for cuBLAS
+LAYER_LAUNCHES, STEP_LAUNCHES = 8, 9  # of a decode step
+MANY_LAYER_LAUNCHES = 26  # of a prompt's layer, with its weights unpacked
+
+# Part of a card's name: (bytes a second that a plain read reaches, fp16 tensor FLOP/s that a large
+# product reaches). H200: measured for this project. V100: what public work reports, the middle of
+# 750 to 850 GB/s, and cuBLAS. The others: datasheets times the H200's shares of its own.
+REACHED_BYTES, REACHED_FLOPS = 3.95 / 4.8, 790 / 989
+KNOWN: dict[str, tuple[float, float]] = {
+    "H200": (3.95e12, 790e12),
+    "V100": (800e9, 98e12),
+    "H100 PCIe": (2.0e12 * REACHED_BYTES, 756e12 * REACHED_FLOPS),
+    "H100 NVL": (3.9e12 * REACHED_BYTES, 835e12 * REACHED_FLOPS),
+    "H100": (3.35e12 * REACHED_BYTES, 989e12 * REACHED_FLOPS),
+    "A100": (1.94e12 * REACHED_BYTES, 312e12 * REACHED_FLOPS),
+    "A40": (696e9 * REACHED_BYTES, 150e12 * REACHED_FLOPS),
+    "L40": (864e9 * REACHED_BYTES, 181e12 * REACHED_FLOPS),
+    "TITAN V": (653e9 * REACHED_BYTES, 110e12 * REACHED_FLOPS),
+    "T4": (320e9 * REACHED_BYTES, 65e12 * REACHED_FLOPS),
+    "RTX 2080 Ti": (616e9 * REACHED_BYTES, 54e12 * REACHED_FLOPS),
+    "TITAN RTX": (672e9 * REACHED_BYTES, 130e12 * REACHED_FLOPS),
+    "RTX 3090": (936e9 * REACHED_BYTES, 71e12 * REACHED_FLOPS),
+    "RTX 4090": (1.01e12 * REACHED_BYTES, 165e12 * REACHED_FLOPS),
+    "RTX 5090": (1.79e12 * REACHED_BYTES, 210e12 * REACHED_FLOPS),
+}
+# FLOP for each byte, of a card that is not listed and tells its memory's clock and width.
+FLOPS_A_BYTE = {70: 125, 75: 90, 80: 160, 86: 76, 89: 163, 90: 290, 100: 280, 120: 117}
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a GPU reaches: bytes and fp16 tensor FLOP a second. is_measured: by this project."""
+
+    name: str
+    bandwidth: float
+    flops: float
+    is_measured: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step takes. Kinds of arithmetic differ in the share of a card that they reach."""
+
+    tokens: int = 0  # that it computes
+    weights: float = 0.0  # bytes read (a prompt's unpacked halves: written and read, too)
+    cache: float = 0.0  # bytes of keys and values read
+    few: float = 0.0  # FLOP of products of few rows
+    many: float = 0.0  # FLOP of products of many rows
+    attention: float = 0.0  # FLOP of attention
+    launches: int = 0
+
+    @property
+    def bytes(self) -> float:
+        return self.weights + self.cache
+
+    @property
+    def flops(self) -> float:
+        return self.few + self.many + self.attention
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*map(add, astuple(self), astuple(other)))
+
+
+# What the cuda backend reaches of bandwidth or arithmetic, and launches a second. Fitted to
+# the H200 of docs/benchmarks.md by bench/roofline.py --fit.
+OURS = {
+    "weights": 0.57,
+    "cache": 0.68,
+    "few": 0.085,
+    "many": 0.62,
+    "attention": 0.32,
+    "launch": 333e3,
+}
+
+
+def card_of(gpu: Gpu) -> Card | None:
+    """None for a card that is neither listed nor tells enough."""
+    for part, (bandwidth, flops) in KNOWN.items():
+        if part in gpu.name:
+            return Card(gpu.name, bandwidth, flops, part == "H200")
+    known = [arch for arch in FLOPS_A_BYTE if arch <= gpu.arch]
+    if not gpu.bandwidth or not known:
+        return None
+    flops = gpu.bandwidth * FLOPS_A_BYTE[max(known)]
+    return Card(gpu.name, gpu.bandwidth * REACHED_BYTES, flops * REACHED_FLOPS)
+
+
+def decode(spec: Spec, plan: Plan, contexts: Sequence[int]) -> Work:
+    """One token of each stream; contexts: positions that each of them sees, its own included."""
+    rows = len(contexts)
+    read, params = _weights(spec, plan)
+    seen = [(group, _seen(group, context)) for group in plan.caches for context in contexts]
+    scores = sum(_attention_flops(spec, group, count) for group, count in seen)
+    return Work(
+        tokens=rows,
+        weights=read * -(-rows // ROWS_AT_ONCE),
+        cache=sum(_token_bytes(group) * count for group, count in seen),
+        few=2.0 * params * rows,
+        attention=scores,
+        launches=LAYER_LAUNCHES * spec.layers + STEP_LAUNCHES,
+    )
+
+
+def prefill(spec: Spec, plan: Plan, tokens: int, start: int = 0) -> Work:
+    """A prompt's `tokens` behind `start` computed ones, in steps of the Plan's size."""
+    total = Work()
+    for first in range(start, start + tokens, plan.batch_tokens):
+        total += _chunk(spec, plan, first, min(plan.batch_tokens, start + tokens - first))
+    return total
+
+
+def seconds(work: Work, card: Card, shares: Mapping[str, float] = OURS) -> float:
+    """Predicted. Parts add up, since each kernel is bound by one of them."""
+    return sum(each / shares[name] for name, each in costs(work, card).items())
+
+
+def costs(work: Work, card: Card) -> dict[str, float]:
+    """Seconds of each part at the card's full speed, and launches."""
+    return {
+        "weights": work.weights / card.bandwidth,
+        "cache": work.cache / card.bandwidth,
+        "few": work.few / card.flops,
+        "many": work.many / card.flops,
+        "attention": work.attention / card.flops,
+        "launch": float(work.launches),
+    }
+
+
+def limit(work: Work, card: Card) -> float:
+    """Seconds that nobody can go below: all bytes, or all arithmetic, at full speed. Unpacked
+    halves count, so of a prompt only arithmetic is a limit."""
+    arithmetic = work.flops / card.flops
+    return arithmetic if work.many else max(work.bytes / card.bandwidth, arithmetic)
+
+
+def _chunk(spec: Spec, plan: Plan, first: int, tokens: int) -> Work:
+    """One step of a prompt; its last token alone takes the output matrix."""
+    if tokens < MANY_ROWS:
+        return decode(spec, plan, range(first + 1, first + tokens + 1))
+    head = _head(spec, plan.tensors)
+    read, params = _weights(spec, plan)
+    inner = params - _params(head)
+    scores = sum(
+        _attention_flops(
+            spec, group, sum(_seen(group, p + 1) for p in range(first, first + tokens))
+        )
+        for group in plan.caches
+    )
+    return Work(
+        tokens=tokens,
+        weights=read + 4.0 * inner,
+        cache=sum(_token_bytes(group) * _seen(group, first + tokens) for group in plan.caches),
+        few=2.0 * _params(head),
+        many=2.0 * inner * tokens,
+        attention=scores,
+        launches=MANY_LAYER_LAUNCHES * spec.layers + STEP_LAUNCHES,
+    )
+
+
+def _weights(spec: Spec, plan: Plan) -> tuple[float, float]:
+    """Bytes that each step reads, and values of the matrices among them. Of the embedding it reads
+    rows, unless that is the output matrix too."""
+    unread = {"token_embd.weight"} if not spec.tied else set()
+    read = [each for name, each in plan.tensors.items() if name not in unread]
+    return float(sum(each.bytes for each in read)), sum(map(_params, read))
+
+
+def _head(spec: Spec, tensors: Mapping[str, Placement]) -> Placement:
+    return tensors["token_embd.weight" if spec.tied else "output.weight"]
+
+
+def _params(tensor: Placement) -> float:
+    kind = format_of(tensor.type)
+    return tensor.bytes / kind.block_bytes * kind.block_len
+
+
+def _seen(group: CacheGroup, context: int) -> int:
+    return min(context, group.window) if group.window else context
+
+
+def _token_bytes(group: CacheGroup) -> float:
+    return group.page_bytes / group.page_tokens
+
+
+def _attention_flops(spec: Spec, group: CacheGroup, positions: int) -> float:
+    """Products of queries and keys, and of weights and values."""
+    return 2.0 * len(group.layers) * spec.heads * (group.key_dim + group.value_dim) * positions
