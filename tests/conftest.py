@@ -15,7 +15,8 @@ from voltapile.kernels.backend import describe
 from voltapile.shm.gguf import Gguf
 from voltapile.topology import machine
 from voltapile.topology.architectures import spec_of
-from voltapile.topology.plan import Backend, Options, Plan, plan
+from voltapile.topology.plan import Backend, Options, Plan
+from voltapile.topology.planner import plan
 from voltapile.workers.engine import Engine, open_engine
 from voltapile.workers.protocol import Row, Sampled, Sampling, Step
 

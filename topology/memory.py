@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from voltapile.topology.plan import PlanError
 from voltapile.topology.spec import Spec
 
 if TYPE_CHECKING:
@@ -27,10 +28,6 @@ COPY_SLACK = 128  # behind a tensor copied into host memory: bytes that kernels 
 HUGE_PAGE = 2 << 20
 VRAM_SLACK = 512  # behind a tensor: alignment, and bytes that kernels may read past it
 MOST_COLUMNS = 2**26  # more pages than any memory holds
-
-
-class PlanError(ValueError):
-    """What was asked for does not fit or is not supported; names the option that would help."""
 
 
 @dataclass(frozen=True)

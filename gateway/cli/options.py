@@ -58,7 +58,8 @@ def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
     from voltapile.shm.gguf import Gguf
     from voltapile.topology import machine
     from voltapile.topology.architectures import spec_of
-    from voltapile.topology.plan import Backend, Options, plan
+    from voltapile.topology.plan import Backend, Options
+    from voltapile.topology.planner import plan
 
     options = Options(
         context=args.ctx_size,

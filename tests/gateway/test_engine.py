@@ -19,6 +19,7 @@ from voltapile.gateway.engine import Engine, EngineUnavailable, Refused
 from voltapile.gateway.stream import Stream
 from voltapile.gateway.supervisor import Restarts, Supervisor
 from voltapile.topology.plan import CacheGroup, Plan, RankPlan, plan_id, to_json
+from voltapile.topology.share import Share
 from voltapile.workers.protocol import (
     Failed,
     Message,
@@ -44,6 +45,7 @@ def load_script() -> ModuleType:
     return module
 
 
+SHARE = Share(layers=[0], heads=(0, 1), kv_heads=(0, 1), head_map=[0], ffn=(0, 1), vocab=(0, 1))
 fake = load_script()
 
 
@@ -54,7 +56,8 @@ def plan(tmp_path: Path) -> Plan:
         value_type="f16", page_tokens=4, page_bytes=1, pages=200,
     )  # fmt: skip
     rank = RankPlan(
-        rank=0, device="cpu", node=0, cpus=[0], threads=1, memory={}, mapped_bytes=0
+        rank=0, device="cpu", node=0, cpus=[0], threads=1, memory={}, mapped_bytes=0,
+        share=SHARE, page_bytes=[1],
     )  # fmt: skip
     bare = Plan(
         model=["m"], alias="m", architecture="llama", backend="cpu",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from voltapile.topology.memory import PlanError, row_bytes, scratch_bytes, sizes
-from voltapile.topology.plan import Backend, CacheGroup
+from voltapile.topology.memory import row_bytes, scratch_bytes, sizes
+from voltapile.topology.plan import Backend, CacheGroup, PlanError
 from voltapile.topology.spec import Rope, Spec
 
 BACKEND = Backend(

@@ -20,11 +20,10 @@ from voltapile.topology.plan import (
     Plan,
     PlanError,
     from_json,
-    largest_context,
-    plan,
     plan_id,
     to_json,
 )
+from voltapile.topology.planner import largest_context, plan
 from voltapile.topology.spec import Spec
 
 DATA = Path(__file__).parents[1] / "data"

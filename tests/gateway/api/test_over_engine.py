@@ -11,6 +11,7 @@ import zmq.asyncio
 from voltapile.gateway.api.app import listening, make_app
 from voltapile.gateway.engine import Engine
 from voltapile.topology.plan import CacheGroup, RankPlan, plan_id
+from voltapile.topology.share import Share
 from voltapile.workers.protocol import Ready, Result, Sampled, Step, decode, encode
 
 COMPLETION = "/v1/completions"
@@ -61,13 +62,19 @@ class HeldWorker:
         return Sampled(slot=slot, tokens=[ord("x")], finish="length" if over == 0 else "")
 
 
+SHARE = Share(layers=[0], heads=(0, 1), kv_heads=(0, 1), head_map=[0], ffn=(0, 1), vocab=(0, 1))
+
+
 @pytest.fixture
 def real_plan(plan, tmp_path):
     cache = CacheGroup(
         kind="full", layers=[0], kv_heads=1, key_dim=8, value_dim=8, window=0, key_type="f16",
         value_type="f16", page_tokens=4, page_bytes=1, pages=200,
     )  # fmt: skip
-    rank = RankPlan(rank=0, device="cpu", node=0, cpus=[0], threads=1, memory={}, mapped_bytes=0)
+    rank = RankPlan(
+        rank=0, device="cpu", node=0, cpus=[0], threads=1, memory={}, mapped_bytes=0,
+        share=SHARE, page_bytes=[1],
+    )  # fmt: skip
     bare = msgspec.structs.replace(
         plan, endpoint=f"ipc://{tmp_path}/s", slots=SLOTS, batch_tokens=128, ranks=[rank],
         caches=[cache],

@@ -1,0 +1,75 @@
+import pytest
+from voltapile.topology.share import divide, layer_shares, tensor_shares, whole
+from voltapile.topology.spec import CacheNeed, Rope, Spec
+
+
+def spec(heads: int, kv_heads: int, ffn: int = 1536, layers: int = 5, vocab: int = 1000) -> Spec:
+    need = CacheNeed(
+        kind="full", layers=tuple(range(layers)), kv_heads=kv_heads, key_dim=64, value_dim=64
+    )
+    return Spec(
+        architecture="llama",
+        name="made",
+        context=1024,
+        layers=layers,
+        width=64 * heads,
+        vocab=vocab,
+        heads=heads,
+        kv_heads=kv_heads,
+        key_dim=64,
+        value_dim=64,
+        ffn=ffn,
+        eps=1e-5,
+        rope=Rope(layout="norm", dims=64, base=1e4),
+        attention_scale=0.125,
+        tied=True,
+        caches=(need,),
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (24, 4), (14, 2), (32, 8), (4, 4), (3, 1)])
+def test_every_part_has_one_owner(ranks: int, heads: int, kv_heads: int) -> None:
+    shares = tensor_shares(spec(heads, kv_heads), [1.0] * ranks, 256)
+    for name, total in (("heads", heads), ("ffn", 1536), ("vocab", 1000)):
+        owned = [i for share in shares for i in range(*getattr(share, name))]
+        assert owned == list(range(total))
+    sizes = [share.heads[1] - share.heads[0] for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (24, 4), (14, 2), (32, 8)])
+def test_a_query_head_finds_its_kv_head(ranks: int, heads: int, kv_heads: int) -> None:
+    for share in tensor_shares(spec(heads, kv_heads), [1.0] * ranks, 256):
+        for local, head in enumerate(range(*share.heads)):
+            assert share.kv_heads[0] + share.head_map[local] == head * kv_heads // heads
+        if share.heads[0] == share.heads[1]:
+            assert share.kv_heads == (0, 0)
+        else:  # none is kept for nothing
+            assert sorted(set(share.head_map)) == list(range(share.kv_heads[1] - share.kv_heads[0]))
+
+
+def test_blocks_stay_together() -> None:
+    for share in tensor_shares(spec(9, 3), [1.0] * 4, 256):
+        assert share.ffn[0] % 256 == 0 == share.ffn[1] % 256
+
+
+def test_proportions() -> None:
+    assert divide(100, [3, 1]) == [(0, 75), (75, 100)]
+    assert divide(10, [1, 0, 1]) == [(0, 5), (5, 5), (5, 10)]
+    assert divide(100, [1, 1], 64) == [(0, 64), (64, 100)]
+
+
+def test_layers_in_stages() -> None:
+    shares = layer_shares(spec(9, 3), [1, 1])
+    assert [share.layers for share in shares] == [[0, 1], [2, 3, 4]]
+    assert [(share.embeds, share.answers) for share in shares] == [(True, False), (False, True)]
+    assert all(share.heads == (0, 9) and share.vocab == (0, 1000) for share in shares)
+
+
+def test_a_rank_that_is_alone_owns_everything() -> None:
+    share = whole(spec(9, 3))
+    assert (share.heads, share.kv_heads, share.ffn) == ((0, 9), (0, 3), (0, 1536))
+    assert share.head_map == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert share.layers == [0, 1, 2, 3, 4]
