@@ -32,14 +32,17 @@ class HasMetadata(Protocol):
 
 
 class Tokenizer:
-    """One vocabulary; bos_id and eos_id are None where the file names none."""
+    """One vocabulary; bos_id and eos_id are None where the file names none.
+
+    strips_prefix: a space before a whole text is none of its own.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         parts = bpe.build(vocabulary)
         self._texts = vocabulary.tokens
         self._kinds = bytes(vocabulary.kinds)  # the merges are not kept twice
         self._bytes = parts.token_bytes
-        self._strips_prefix = parts.strips_prefix
+        self.strips_prefix = parts.strips_prefix
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
         self.eog_ids = vocabulary.eog_ids
@@ -88,7 +91,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
         text = self.join(ids, special=special).decode("utf-8", "replace")
-        return text[1:] if self._strips_prefix and text.startswith(" ") else text
+        return text[1:] if self.strips_prefix and text.startswith(" ") else text
 
     def join(self, ids: Iterable[int], *, special: bool = False) -> bytes:
         """The bytes of tokens in a row; control tokens are nothing unless `special`."""

@@ -6,11 +6,12 @@ from typing import Any
 
 from aiohttp import web
 from voltapile.gateway.api.answer import answer
+from voltapile.gateway.api.echo import Echo
 from voltapile.gateway.api.generate import Delta, Outcome, started
 from voltapile.gateway.api.logprobs import completion_logprobs
 from voltapile.gateway.api.prompt import completion_prompts
 from voltapile.gateway.api.schema import completion_request
-from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
+from voltapile.gateway.api.services import SERVICES, client_of, off_loop, read_body
 
 
 class CompletionShape:
@@ -38,10 +39,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request)
     asked = await off_loop(len(body), completion_request, body, services.tokenizer.vocab_size)
     prompts = await completion_prompts(services, asked)
-    echoes = [_echo(services, prompt) for prompt in asked.prompts] if asked.echo else None
+    echoes = None
+    if asked.echo:
+        pairs = zip(asked.prompts, prompts, strict=True)
+        echoes = [Echo(services.tokenizer, given, ids) for given, ids in pairs]
     generations = started(services, prompts, asked.options, client_of(request), echoes)
     return await answer(request, services, CompletionShape(), generations, asked.options)
-
-
-def _echo(services: Services, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else services.tokenizer.decode(prompt, special=True)

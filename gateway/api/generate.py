@@ -12,10 +12,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from voltapile.gateway.api.echo import Echo, TokenLogprob
 from voltapile.gateway.api.errors import engine_error, unavailable
 from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.services import Services
-from voltapile.gateway.api.transcript import TokenLogprob, Transcript
+from voltapile.gateway.api.transcript import Transcript
 from voltapile.gateway.engine import Chunk
 from voltapile.workers.protocol import Sampling, Want
 
@@ -48,8 +49,8 @@ class Outcome:
 class Generation:
     """An asynchronous iterator of Delta. close() it always: that frees what the engine holds.
 
-    index: of the choice; `options.n` of them in a row have the same prompt. prefix: text shown
-    before the first token (echo).
+    index: of the choice; `options.n` of them in a row have the same prompt. echo: the prompt, if
+    the text begins with it.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Generation:
         prompt: list[int],
         options: Options,
         index: int = 0,
-        prefix: str = "",
+        echo: Echo | None = None,
         client: str = "",
     ) -> None:
         self.index = index
@@ -66,14 +67,17 @@ class Generation:
         self.completion_tokens = 0  # the end-of-generation token counts
         self.finish = ""
         self._services = services
-        self._prefix = prefix
-        self._transcript = Transcript(services.tokenizer, options)
+        self._transcript = Transcript(services.tokenizer, options, echo)
+        self._only_prompt = options.max_tokens == 0
         self._wants_logprobs = options.logprobs >= 0
         self._begun = self._interrupted = False
         self._start = self._first = self._last = time.monotonic()
         repeat = index % options.n
         self.has_new_prompt = repeat == 0
-        want = Want(logprobs=options.logprobs) if self._wants_logprobs else None
+        want = None
+        if self._wants_logprobs:
+            about_prompt = options.logprobs if echo else -1
+            want = Want(logprobs=options.logprobs, prompt_logprobs=about_prompt)
         sampling = _sampling(services, prompt, options, repeat)
         self._stream = services.engine.submit(prompt, sampling, want, client)
         services.live.add(self)
@@ -150,13 +154,14 @@ class Generation:
 
     def _take(self, chunk: Chunk) -> Delta:
         is_first = self._clock()
+        if self._only_prompt:  # the engine does not go without a token
+            chunk = Chunk(finish="length", prompt_logprobs=chunk.prompt_logprobs)
         piece = self._transcript.push(chunk)
         self.completion_tokens += len(piece.tokens)
         self.finish = "stop" if piece.stopped else chunk.finish
         if piece.stopped:
             self._stream.cancel()
-        text = self._prefix + piece.text if is_first else piece.text
-        return Delta(self.index, text, piece.tokens, self.finish, is_first, piece.logprobs)
+        return Delta(self.index, piece.text, piece.tokens, self.finish, is_first, piece.logprobs)
 
     def _clock(self) -> bool:
         """Notes the time; True for the first chunk."""
@@ -174,7 +179,7 @@ def started(
     prompts: list[list[int]],
     options: Options,
     client: str,
-    prefixes: Sequence[str] | None = None,
+    echoes: Sequence[Echo] | None = None,
 ) -> list[Generation]:
     """n generations a prompt, all at once; none at all if the engine does not take every one.
 
@@ -183,9 +188,9 @@ def started(
     generations: list[Generation] = []
     try:
         for i, prompt in enumerate(prompts):
-            prefix = prefixes[i] if prefixes else ""
+            echo = echoes[i] if echoes else None
             for index in range(i * options.n, (i + 1) * options.n):
-                one = Generation(services, prompt, options, index, prefix, client)
+                one = Generation(services, prompt, options, index, echo, client)
                 generations.append(one)
     except Exception:
         for generation in generations:
@@ -239,7 +244,7 @@ def usage(generations: list[Generation]) -> dict[str, Any]:
 def _sampling(services: Services, prompt: list[int], options: Options, repeat: int) -> Sampling:
     """repeat: which of the n choices of its prompt this is."""
     room = services.plan.context - len(prompt)
-    tokens = room if options.max_tokens is None else min(options.max_tokens, room)
+    tokens = room if options.max_tokens is None else min(max(options.max_tokens, 1), room)
     return Sampling(
         temperature=options.temperature,
         top_k=options.top_k,

@@ -1,13 +1,13 @@
 """How the two endpoints write log-probabilities: OpenAI's chat form and its older one.
 
-It knows neither how they are found nor which of them are due (transcript.py).
+It knows neither how they are found nor which of them are due (transcript.py, echo.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from voltapile.gateway.api.transcript import TokenLogprob
+from voltapile.gateway.api.echo import TokenLogprob
 
 
 def chat_logprobs(entries: list[TokenLogprob]) -> dict[str, Any]:
@@ -21,7 +21,9 @@ def chat_logprobs(entries: list[TokenLogprob]) -> dict[str, Any]:
 
 
 def completion_logprobs(entries: list[TokenLogprob]) -> dict[str, Any]:
-    """{"logprobs": {four lists}}; top_logprobs always holds the chosen token too."""
+    """{"logprobs": {four lists}}; top_logprobs always holds the chosen token too.
+
+    A prompt's first token has null in both, as nothing came before it."""
     tops = [
         {_name(token): logprob for token, logprob in entry.top}
         | {_name(entry.token): entry.logprob}
@@ -38,7 +40,7 @@ def completion_logprobs(entries: list[TokenLogprob]) -> dict[str, Any]:
     return {"logprobs": lists}
 
 
-def _token(token: bytes, logprob: float) -> dict[str, Any]:
+def _token(token: bytes, logprob: float | None) -> dict[str, Any]:
     text = token.decode("utf-8", "replace")
     return {"token": text, "logprob": logprob, "bytes": list(token)}
 

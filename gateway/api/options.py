@@ -59,7 +59,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """max_tokens None: until the context's end. logprobs: so many alternatives; -1: none wanted."""
+    """max_tokens None: until the context's end; 0: nothing beside the echo. logprobs: so many
+    alternatives; -1: none wanted."""
 
     max_tokens: int | None
     temperature: float = 1.0
@@ -82,12 +83,14 @@ class Options:
     continuous_usage: bool = False
 
 
-def read_options(fields: Fields, *, default_tokens: int, logprobs: int, vocab_size: int) -> Options:
+def read_options(
+    fields: Fields, *, default_tokens: int, logprobs: int, vocab_size: int, least_tokens: int = 1
+) -> Options:
     """logprobs: see chat_logprobs and completion_logprobs. Raises a 400 that names the field."""
     _refuse_unsupported(fields)
     stream_options = fields.object("stream_options")
     return Options(
-        max_tokens=_max_tokens(fields, default_tokens),
+        max_tokens=_max_tokens(fields, default_tokens, least_tokens),
         temperature=fields.number("temperature", 1.0, 0.0, 100.0),
         top_p=fields.number("top_p", 1.0, 0.0, 1.0, above_low=True),
         top_k=_top_k(fields),
@@ -149,15 +152,17 @@ def _within(fields: Fields, name: str, default: int, low: int, high: int) -> int
     return value
 
 
-def _max_tokens(fields: Fields, default: int) -> int | None:
+def _max_tokens(fields: Fields, default: int, least: int) -> int | None:
     """n_predict is llama-server's name for it."""
     names = ("max_completion_tokens", "max_tokens", "n_predict")
     given = {name: value for name in names if (value := fields.integer(name)) is not None}
     if len(set(given.values())) > 1:
         raise bad_request(f"{' and '.join(given)} contradict each other", next(iter(given)))
     for name, value in given.items():
-        if value < 1 and value != UNLIMITED:
-            message = f"'{name}' must be at least 1 (or -1: until the context's end), not {value}"
+        if value < least and value != UNLIMITED:
+            message = (
+                f"'{name}' must be at least {least} (or -1: until the context's end), not {value}"
+            )
             raise bad_request(message, name, "out_of_range")
     limit = next(iter(given.values()), default)
     return None if limit == UNLIMITED else limit

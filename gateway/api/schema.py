@@ -63,9 +63,11 @@ def chat_request(body: bytes, vocab_size: int) -> ChatRequest:
 
 def completion_request(body: bytes, vocab_size: int) -> CompletionRequest:
     fields = Fields.parse(body)
+    echo = fields.flag("echo")
     options = read_options(
         fields,
         default_tokens=COMPLETION_TOKENS,
+        least_tokens=0 if echo else 1,
         logprobs=completion_logprobs(fields),
         vocab_size=vocab_size,
     )
@@ -73,10 +75,6 @@ def completion_request(body: bytes, vocab_size: int) -> CompletionRequest:
     if len(prompts) * options.n > MAX_PROMPTS:
         message = f"{len(prompts)} prompts, {options.n} times each; at most {MAX_PROMPTS} at once"
         raise bad_request(message, "n", "out_of_range")
-    echo = fields.flag("echo")
-    if echo and options.logprobs >= 0:
-        message = "'echo' with 'logprobs' is not supported yet"
-        raise bad_request(message, "echo", "unsupported_parameter")
     return CompletionRequest(prompts=prompts, echo=echo, options=options, body_bytes=len(body))
 
 

@@ -10,24 +10,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from voltapile.gateway.api.echo import Echo, Row, TokenLogprob, token_logprob
 from voltapile.gateway.api.errors import engine_error
 from voltapile.gateway.api.options import Options
 from voltapile.gateway.detokenizer import Detokenizer
 from voltapile.gateway.request import Chunk
 from voltapile.gateway.stop_strings import StopStrings
 from voltapile.gateway.tokenizer import Tokenizer
-
-FLOOR = -9999.0  # OpenAI's figure for a token that could not come; JSON has no infinity
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One token. top: the best alternatives, best first. offset: where its text begins."""
-
-    token: bytes
-    logprob: float
-    top: list[tuple[bytes, float]]
-    offset: int
 
 
 @dataclass(slots=True)
@@ -47,19 +36,25 @@ class _Held:
 
 
 class Transcript:
-    """push(chunk) for each chunk; a chunk with a finish gives all that was held back."""
+    """push(chunk) for each chunk; a chunk with a finish gives all that was held back.
 
-    def __init__(self, tokenizer: Tokenizer, options: Options) -> None:
+    echo: what the text begins with. With it the token that ends an answer has a log-probability
+    too, so that there is one for each token of the prompt and of the answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: Options, echo: Echo | None = None) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(options.stop) if options.stop else None
         self._wants_logprobs = options.logprobs >= 0
         self._held: deque[_Held] = deque()
-        self._decoded = 0  # characters, those held back included
-        self._shown = 0
+        self._echo = echo
+        self._scores_end = echo is not None and self._wants_logprobs
+        self._decoded = len(echo.text) if echo else 0  # characters, those held back included
+        self._shown = self._decoded
 
     def push(self, chunk: Chunk) -> Piece:
-        """A stop id is the last of a chunk's tokens, and has neither text nor log-probability."""
+        """A stop id is the last of a chunk's tokens, and has no text."""
         shown = chunk.tokens[:-1] if chunk.finish == "stop" else chunk.tokens
         if self._stops is None and not self._wants_logprobs:
             piece = Piece(self._detokenizer.push(shown), chunk.tokens)
@@ -67,7 +62,19 @@ class Transcript:
             piece = self._one_by_one(chunk, shown)
         if chunk.finish and not piece.stopped:
             self._end(piece)
+            if self._scores_end and chunk.finish == "stop":
+                piece.logprobs.append(self._entry(chunk.logprobs[-1]))
+        if self._echo is not None:
+            self._begin(piece, chunk)
         return piece
+
+    def _begin(self, piece: Piece, chunk: Chunk) -> None:
+        """The prompt, before the first of what was generated."""
+        echo, self._echo = self._echo, None
+        assert echo is not None
+        piece.text = echo.text + piece.text
+        if self._wants_logprobs:
+            piece.logprobs = echo.logprobs(chunk.prompt_logprobs) + piece.logprobs
 
     def _one_by_one(self, chunk: Chunk, shown: list[int]) -> Piece:
         """Token by token, so that drafted tokens after a stop string do not count."""
@@ -92,13 +99,12 @@ class Transcript:
         self._shown += len(text)
         self._release(piece)
 
-    def _hold(self, row: list[tuple[int, float]], characters: int) -> None:
+    def _hold(self, row: Row, characters: int) -> None:
         """A token without a whole character leaves with the one that it began."""
-        (token, logprob), *top = row
-        data = self._tokenizer.token_bytes
-        best = [(data(i), max(x, FLOOR)) for i, x in top]
-        entry = TokenLogprob(data(token), max(logprob, FLOOR), best, self._decoded)
-        self._held.append(_Held(entry, self._decoded + max(1, characters)))
+        self._held.append(_Held(self._entry(row), self._decoded + max(1, characters)))
+
+    def _entry(self, row: Row) -> TokenLogprob:
+        return token_logprob(self._tokenizer, row, self._decoded)
 
     def _release(self, piece: Piece) -> None:
         """Those whose text is shown; before a stop string also one that is shown in part."""

@@ -2,6 +2,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+from voltapile.gateway.api.echo import Echo
 from voltapile.gateway.api.errors import ApiError
 from voltapile.gateway.api.generate import Generation, merged, started, usage
 from voltapile.gateway.api.options import Options
@@ -22,9 +23,9 @@ def services(engine, tokenizer, template, plan):
 
 @pytest.fixture
 def start(services):
-    def make(prompt=(65, 66), index=0, prefix="", **options):
+    def make(prompt=(65, 66), index=0, echo=None, **options):
         options = {"max_tokens": None} | options
-        return Generation(services, list(prompt), Options(**options), index, prefix)
+        return Generation(services, list(prompt), Options(**options), index, echo)
 
     return make
 
@@ -85,9 +86,17 @@ async def test_several_tokens_in_a_chunk_are_one_delta(start, engine):
     assert [d.text async for d in start()] == ["abc", "de"]
 
 
-async def test_the_prefix_comes_first_and_once(start, engine):
+async def test_the_echo_comes_first_and_once(start, engine, tokenizer):
     engine.script = [Chunk(), *engine.script]
-    assert (await start(prefix=">> ").whole()).text == ">> Hello"
+    assert (await start(echo=Echo(tokenizer, ">> ", [65])).whole()).text == ">> Hello"
+
+
+async def test_nothing_beside_the_echo(start, engine, tokenizer):
+    generation = start(echo=Echo(tokenizer, "AB", [65, 66]), max_tokens=0)
+    outcome = await generation.whole()
+    assert (outcome.text, outcome.tokens, outcome.finish) == ("AB", [], "length")
+    assert generation.completion_tokens == 0
+    assert engine.sampling[0].max_position == 3  # the engine does not go without a token
 
 
 async def test_the_engine_gets_limits_and_stop_ids(start, engine, plan):

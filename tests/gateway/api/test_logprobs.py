@@ -1,6 +1,6 @@
 import pytest
+from voltapile.gateway.api.echo import TokenLogprob
 from voltapile.gateway.api.logprobs import chat_logprobs, completion_logprobs
-from voltapile.gateway.api.transcript import TokenLogprob
 from voltapile.gateway.request import Chunk
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -103,3 +103,52 @@ async def test_not_wanted_not_given(post, said):
         _, answer = await post(path, body)
         assert "logprobs" not in answer["choices"][0]
     assert said.wants == [None, None]
+
+
+@pytest.fixture
+def scored(engine):
+    """As lm-evaluation-harness asks: a prompt of four tokens and one token more."""
+    ids = list(b"abcd")
+    found = [[], *([(i, -1.0), (i, -1.0)] for i in ids[1:3]), [(ids[3], -2.0), (122, -0.5)]]
+    engine.script = [
+        Chunk([120], "length", logprobs=[[(120, -0.1), (120, -0.1)]], prompt_logprobs=found)
+    ]
+    return engine
+
+
+HARNESS = {"prompt": list(b"abcd"), "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
+
+
+async def test_echo(post, scored):
+    _, answer = await post(COMPLETION, HARNESS)
+    choice = answer["choices"][0]
+    assert choice["text"] == "abcdx"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "c", "d", "x"],
+        "token_logprobs": [None, -1.0, -1.0, -2.0, -0.1],
+        "top_logprobs": [None, {"b": -1.0}, {"c": -1.0}, {"z": -0.5, "d": -2.0}, {"x": -0.1}],
+        "text_offset": [0, 1, 2, 3, 4],
+    }
+    assert (scored.wants[0].logprobs, scored.wants[0].prompt_logprobs) == (1, 1)
+    assert answer["usage"]["completion_tokens"] == 1
+    assert (await post(COMPLETION, HARNESS | {"max_tokens": 0}))[1]["choices"][0] == {
+        "index": 0,
+        "text": "abcd",
+        "finish_reason": "length",
+        "logprobs": {key: value[:4] for key, value in choice["logprobs"].items()},
+    }
+
+
+async def test_a_streamed_echo(events, scored):
+    *chunks, _ = await events(COMPLETION, HARNESS | {"n": 2})
+    for index in (0, 1):
+        choices = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in choices) == "abcdx"
+        parts = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
+        assert [o for part in parts for o in part["text_offset"]] == [0, 1, 2, 3, 4]
+
+
+async def test_an_echo_without_logprobs_asks_for_none(post, scored):
+    _, answer = await post(COMPLETION, HARNESS | {"logprobs": None})
+    assert "logprobs" not in answer["choices"][0]
+    assert scored.wants == [None]

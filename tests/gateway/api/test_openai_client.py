@@ -105,3 +105,16 @@ async def test_several_choices(api, engine):
     async for chunk in stream:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == ["Hello"] * 2
+
+
+async def test_a_scored_prompt(api, engine):
+    engine.script = [
+        Chunk([120], "length", logprobs=[[(120, -0.1)]], prompt_logprobs=[[], [(98, -2.0)]])
+    ]
+    answer = await api.completions.create(
+        model="x", prompt="ab", max_tokens=0, echo=True, logprobs=0
+    )
+    assert answer.choices[0].text == "ab"
+    assert answer.choices[0].logprobs.tokens == ["a", "b"]
+    assert answer.choices[0].logprobs.token_logprobs == [None, -2.0]
+    assert answer.choices[0].logprobs.text_offset == [0, 1]

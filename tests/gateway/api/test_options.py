@@ -193,4 +193,11 @@ def test_logprobs_of_a_completion():
     assert completion(logprobs=20).options.logprobs == 20
     for bad in (21, -1, True, "5", 1.5):
         assert refused(completion, logprobs=bad).param == "logprobs"
-    assert refused(completion, logprobs=1, echo=True).param == "echo"
+    assert completion(logprobs=1, echo=True).options.logprobs == 1
+
+
+def test_no_tokens_only_with_echo():
+    assert completion(max_tokens=0, echo=True).options.max_tokens == 0
+    assert refused(completion, max_tokens=0).param == "max_tokens"
+    assert refused(completion, max_tokens=-2, echo=True).param == "max_tokens"
+    assert refused(chat, max_tokens=0, echo=True).param == "max_tokens"

@@ -1,7 +1,8 @@
 import pytest
+from voltapile.gateway.api.echo import FLOOR, Echo
 from voltapile.gateway.api.errors import ApiError
 from voltapile.gateway.api.options import Options
-from voltapile.gateway.api.transcript import FLOOR, Transcript
+from voltapile.gateway.api.transcript import Transcript
 from voltapile.gateway.request import Chunk
 
 END = 257
@@ -109,3 +110,31 @@ def test_missing_logprobs_are_the_engines_fault(make):
 def test_none_wanted_none_given(make):
     piece = make("zz", logprobs=-1).push(Chunk([65]))
     assert (piece.text, piece.logprobs) == ("A", [])
+
+
+def test_an_echo_comes_with_all_of_its_tokens(tokenizer):
+    options = Options(max_tokens=None, logprobs=1)
+    ids = list("hé".encode())
+    transcript = Transcript(tokenizer, options, Echo(tokenizer, ids, ids))
+    first = chunk(b"x")
+    first.prompt_logprobs = [[], *([(i, -0.1), (7, -0.05)] for i in ids[1:])]
+    piece = transcript.push(first)
+    assert piece.text == "héx"
+    assert piece.tokens == [*b"x"]
+    assert [(e.token, e.logprob, e.offset) for e in piece.logprobs] == [
+        (b"h", None, 0),
+        (b"\xc3", -0.1, 1),
+        (b"\xa9", -0.1, 1),
+        (b"x", -0.5, 2),
+    ]
+    assert piece.logprobs[1].top == [(b"\x07", -0.05)]
+    piece = transcript.push(chunk([*b"y", END], "stop"))
+    assert piece.text == "y"
+    # The end has an entry too, so that a client can count tokens.
+    assert [(e.token, e.offset) for e in piece.logprobs] == [(b"y", 3), (b"<|im_end|>", 4)]
+
+
+def test_an_echo_without_its_log_probabilities_is_the_engines_fault(tokenizer):
+    options = Options(max_tokens=None, logprobs=1)
+    with pytest.raises(ApiError, match="log-probabilities of the prompt"):
+        Transcript(tokenizer, options, Echo(tokenizer, "ab", [97, 98])).push(chunk(b"x"))
