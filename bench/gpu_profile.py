@@ -47,7 +47,7 @@ def main() -> None:
         read(args.read)
         return
     from cupy.cuda import profiler
-    from voltapile.gateway.cli.bench import run_ahead
+    from voltapile.gateway.cli.bench_load import run_ahead
     from voltapile.gateway.cli.main import parser_for
     from voltapile.gateway.cli.options import make_plan
     from voltapile.workers.engine import first_pages, open_engine

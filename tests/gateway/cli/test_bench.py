@@ -22,6 +22,7 @@ KEYS = [
     "decode_tok_s",
     "all_prefill",
     "all_decode",
+    "streams",
 ]
 
 
@@ -52,17 +53,24 @@ def test_a_failure_prints_no_table(mini: Path, capsys: pytest.CaptureFixture[str
     assert "missing.gguf" in printed.err
 
 
-def test_a_row_for_each_thread_count(mini: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_for_each_thread_count_and_number_of_streams(
+    mini: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = str(mini / "llama/model-f16.gguf")
-    assert main.main(["bench", "-m", model, "-p", "8", "-n", "2", "-r", "1", "-t", "1,2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[1].strip() for line in lines] == ["threads", "---", "1", "2"]
+    argv = ["bench", "-m", model, "-p", "8", "-n", "2", "-r", "1", "-t", "1,2", "-npl", "1,3"]
+    assert main.main(argv) == 0
+    cells = [line.split("|") for line in capsys.readouterr().out.splitlines()]
+    found = [(cell[1].strip(), cell[2].strip()) for cell in cells]
+    rows = [(threads, streams) for threads in "12" for streams in "13"]
+    assert found == [("threads", "streams"), ("---", "---"), *rows]
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         (["-t", "1,2", "--json"], "one thread count"),
+        (["-npl", "1,2", "--json"], "one --streams"),
+        (["-npl", "0"], "at least 1"),
         (["-p", "0"], "at least 1"),
         (["-p", "100", "-c", "64"], "context of 64"),
         (["-m", "nothing.gguf"], "nothing.gguf"),
