@@ -17,6 +17,7 @@ import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.api import driver
 from cupy_backends.cuda.libs import cublas
+from voltapile.kernels.cuda.submit import Submission
 
 MALLOC_FAILED = 2  # cudaErrorMemoryAllocation
 TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
@@ -45,11 +46,12 @@ class Pinned:
 
 
 class Function:
-    """A kernel that is loaded; see launch.Kernel."""
+    """A kernel that is loaded; see launch.Kernel. is_early: it starts while others still run."""
 
-    def __init__(self, device: Device, module: Any, name: str) -> None:
+    def __init__(self, device: Device, module: Any, name: str, is_early: bool) -> None:
         self.name = name
         self._device, self._function = device, module.get_function(name)
+        self._early = Submission(self._function.ptr) if is_early else None
         self._shared = SHARED_WITHOUT_ASKING
 
     def __call__(
@@ -58,6 +60,9 @@ class Function:
         if shared > self._shared:
             driver.funcSetAttribute(self._function.ptr, MAX_DYNAMIC_SHARED, shared)
             self._shared = shared
+        if self._early is not None:
+            self._early.launch(grid, block, args, shared, self._device.stream.ptr)
+            return
         self._function(grid, (block,), args, shared_mem=shared, stream=self._device.stream)
 
 
@@ -186,13 +191,14 @@ class Device:
             )
 
     # --- code ---------------------------------------------------------------------------------
-    def function(self, code: bytes, name: str) -> Function:
-        """A kernel of a cubin, or of PTX, which the driver then compiles."""
+    def function(self, code: bytes, name: str, is_early: bool = False) -> Function:
+        """A kernel of a cubin, or of PTX, which the driver then compiles. is_early: it waits for
+        the kernel before it, itself (csrc/grid.cuh)."""
         runtime.setDevice(self.number)
         module = cupy.cuda.function.Module()
         module.load(code)
         self._modules.append(module)
-        return Function(self, module, name)
+        return Function(self, module, name, is_early)
 
     @contextmanager
     def capture(self) -> Iterator[list[Any]]:

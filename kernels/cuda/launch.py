@@ -23,6 +23,7 @@ class Instance:
     function: str
     defines: tuple[tuple[str, str], ...] = ()
     is_exact: bool = False  # no multiply and add is contracted: the bits of the scalar formats
+    waits: bool = False  # for its predecessor, itself, so that it may start early: csrc/grid.cuh
 
     @property
     def name(self) -> str:

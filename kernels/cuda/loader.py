@@ -18,6 +18,7 @@ from voltapile.kernels.cuda.device import Device, Function
 from voltapile.kernels.cuda.launch import Instance, Kernel
 
 PTX_ARCH = 70
+WAITS_FROM = 90  # compute capability
 
 
 class Loader:
@@ -36,8 +37,9 @@ class Loader:
             self._wanted.add(instance)
             return _launch_nothing
         if instance not in self._functions:
+            is_early = instance.waits and self.arch >= WAITS_FROM
             self._functions[instance] = self._device.function(
-                self._code(instance), instance.function
+                self._code(instance), instance.function, is_early
             )
         return self._functions[instance]
 

@@ -41,7 +41,7 @@ def _instance(first: str, other: str, many: int, tiles: int, loops: int) -> Inst
     defines = {"FORMAT": first, "OTHER": other, "WARPS": CHUNKS[first].warps}
     defines |= {"TILES": tiles, "MANY": many, "LOOPS": loops}
     named = tuple((key, str(value)) for key, value in defines.items())
-    return Instance("matmul_rows.cu", "matmul_rows", named, is_exact=True)
+    return Instance("matmul_rows.cu", "matmul_rows", named, is_exact=True, waits=True)
 
 
 ROWS = {

@@ -6,6 +6,7 @@
 // q 2^-20; times its scale it is a multiple of 2^-19 and exact. Minima times the tokens' sums are
 // one more product: sums as halves and what these leave. Compiled without contraction.
 #pragma once
+#include "grid.cuh"
 #include "matmul_chunk.cuh"
 
 namespace voltapile {
@@ -232,6 +233,7 @@ __device__ __forceinline__ void multiply_direct(const Job& job, std::uint8_t* me
     const int chunk = warp + slot % (2 / TILES) * WARPS;
     if (chunk < chunks) held[slot].load(job.first[slot % TILES] + chunk * BYTES, offset, tile);
   }
+  grid_wait();
 #pragma unroll 1
   for (int start = warp; start < chunks; start += STEP) {
 #pragma unroll

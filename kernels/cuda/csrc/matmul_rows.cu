@@ -45,6 +45,7 @@ __device__ __forceinline__ void multiply_staged(const Job& job, std::uint8_t* me
     if constexpr (IS_ASYNC) commit_copies();
   };
   for (int step = 0; step < AHEAD; ++step) fetch(step, step);
+  grid_wait();
   int slot = 0, step = 0;
   for (int chunk = warp; chunk < chunks; chunk += WARPS) {
     staged.stage(job.x, job.tokens, job.k, chunk * COLUMNS, tile.lane);
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
                 const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
                 const float* x, int k, int tokens, int room, int epilogue, int others, int slots) {
   extern __shared__ __align__(128) std::uint8_t shared[];
+  grid_launch();
   const bool is_glu = epilogue >= SILU;
   constexpr int PAIRED = TILES > 1 ? TILES / 2 : 1;
   const int block_rows = 16 * (is_glu ? PAIRED : TILES);
