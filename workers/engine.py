@@ -11,9 +11,10 @@ stop-watch.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,12 +36,13 @@ from voltapile.topology.architectures import spec_of
 from voltapile.topology.plan import Plan
 from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import Caches
+from voltapile.workers.loading import Progress, Stages, shortage
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.protocol import Result, Row, Sampled, Sampling, Step, Want
 from voltapile.workers.scoring import PromptScores
 from voltapile.workers.weights import DummyWeights, FileWeights, HugePages
 
-Progress = Callable[[str, float], None]  # stage, fraction
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -78,6 +80,7 @@ class Engine:
     def load(self, progress: Progress = lambda stage, fraction: None) -> None:
         """Build the model, allocate caches, record the decode steps."""
         spec = spec_of(self.gguf)
+        progress("weights", 0.0)
         kind = DummyWeights if self.is_dummy else FileWeights
         weights = kind(self.gguf, self.ops, lambda f: progress("weights", f), self._pages())
         self.model = model_class(spec.architecture)(spec, weights, self.ops)
@@ -319,26 +322,32 @@ def open_engine(
     Meanwhile the calling thread runs on the rank's CPUs only. board: where the backend says that
     it is alive, and sees that it must give up. is_dummy: random weights instead of the file's.
     """
-    mine = plan.ranks[rank]
-    before = os.sched_getaffinity(0)
-    progress("file", 0.0)
+    before, stages = os.sched_getaffinity(0), Stages(progress)
+    stages("file", 0.0)
     with Gguf.open(plan.model[0]) as gguf:
-        ops = load_ops(
-            plan.backend,
-            mine.threads,
-            mine.memory["scratch"],
-            mine.cpus,
-            board.heartbeat_address(rank) if board else 0,
-            board.abort_address if board else 0,
-            mine.device,
-            plan.choices,
-        )
-        engine = Engine(plan, ops, gguf, rank, is_dummy)
         try:
-            engine.load(progress)
+            engine = Engine(plan, _load_ops(plan, rank, board), gguf, rank, is_dummy)
+            engine.load(stages)
+            log.info("%s", stages.summary(gguf.tensor_bytes))
             yield engine
+        except MemoryError as error:
+            raise shortage(error, plan.ranks[rank].memory) from None
         finally:
             os.sched_setaffinity(0, before)
+
+
+def _load_ops(plan: Plan, rank: int, board: Board | None) -> Ops:
+    mine = plan.ranks[rank]
+    return load_ops(
+        plan.backend,
+        mine.threads,
+        mine.memory["scratch"],
+        mine.cpus,
+        board.heartbeat_address(rank) if board else 0,
+        board.abort_address if board else 0,
+        mine.device,
+        plan.choices,
+    )
 
 
 def first_pages(plan: Plan, tokens: int) -> list[list[int]]:

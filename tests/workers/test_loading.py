@@ -1,0 +1,72 @@
+"""What the log says of loading, and what a shortage of memory says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from voltapile.workers import engine as engine_module
+from voltapile.workers import loading
+from voltapile.workers.engine import open_engine
+from voltapile.workers.loading import Stages, shortage
+
+
+def test_stages_are_timed_and_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0, 13.0, 13.5])
+    monkeypatch.setattr(loading.time, "perf_counter", lambda: next(clock))
+    heard: list[tuple[str, float]] = []
+    stages = Stages(lambda *each: heard.append(each))
+    said = [("file", 0.0), ("weights", 0.0), ("capture", 0.0), ("ready", 1.0)]
+    for each in said:
+        stages(*each)
+    assert heard == said
+    assert stages.summary(3 * 10**9) == (
+        "loaded in 3.5 s: file 1.0 s, weights 2.0 s (1.5 GB/s), capture 0.5 s"
+    )
+
+
+def test_a_stage_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(loading.time, "perf_counter", lambda: next(clock))
+    stages = Stages(lambda *each: None)
+    for fraction in (0.0, 0.5, 1.0):
+        stages("weights", fraction)
+    stages("ready", 1.0)
+    assert stages.summary(0).startswith("loaded in 3.0 s")
+
+
+def test_loading_is_logged(
+    mini: Path, plan_for: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_for(mini / "llama/model-f16.gguf", "cpu")
+    with caplog.at_level(logging.INFO), open_engine(plan):
+        pass
+    assert "weights" in caplog.text
+    assert "GB/s" in caplog.text
+
+
+def test_a_shortage_is_told_beside_the_plan(
+    mini: Path, plan_for: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(mini / "llama/model-f16.gguf", "cpu")
+
+    def load(*_: Any) -> Any:
+        return np.zeros(1 << 60, np.uint8)
+
+    monkeypatch.setattr(engine_module, "load_ops", load)
+    with (
+        pytest.raises(
+            MemoryError, match=r"Unable to allocate .* the plan has weights 0\.0 MiB, kv"
+        ),
+        open_engine(plan),
+    ):
+        pass
+
+
+def test_bytes_are_readable() -> None:
+    told = str(shortage(MemoryError(), {"weights": 3 << 30, "kv": 512 << 20}))
+    assert told.startswith("out of memory; the plan has weights 3.00 GiB, kv 512.0 MiB: 3.50 GiB")
