@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -11,7 +12,7 @@ from voltapile.gateway.api.generate import Delta, Outcome, started
 from voltapile.gateway.api.logprobs import completion_logprobs
 from voltapile.gateway.api.prompt import completion_prompts
 from voltapile.gateway.api.schema import completion_request
-from voltapile.gateway.api.services import SERVICES, client_of, off_loop, read_body
+from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 
 
 class CompletionShape:
@@ -39,9 +40,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request)
     asked = await off_loop(len(body), completion_request, body, services.tokenizer.vocab_size)
     prompts = await completion_prompts(services, asked)
-    echoes = None
-    if asked.echo:
-        pairs = zip(asked.prompts, prompts, strict=True)
-        echoes = [Echo(services.tokenizer, given, ids) for given, ids in pairs]
+    echoes = _echoes(services, asked.prompts, prompts) if asked.echo else None
     generations = started(services, prompts, asked.options, client_of(request), echoes)
     return await answer(request, services, CompletionShape(), generations, asked.options)
+
+
+def _echoes(
+    services: Services, given: Sequence[str | list[int]], prompts: list[list[int]]
+) -> list[Echo]:
+    return [Echo(services.tokenizer, one, ids) for one, ids in zip(given, prompts, strict=True)]

@@ -23,14 +23,9 @@ def chat_logprobs(entries: list[TokenLogprob]) -> dict[str, Any]:
 def completion_logprobs(entries: list[TokenLogprob]) -> dict[str, Any]:
     """{"logprobs": {four lists}}; top_logprobs always holds the chosen token too.
 
-    A prompt's first token has null in both, as nothing came before it."""
-    tops = [
-        {_name(token): logprob for token, logprob in entry.top}
-        | {_name(entry.token): entry.logprob}
-        if entry.top
-        else None
-        for entry in entries
-    ]
+    A prompt's first token has null in both, as nothing came before it.
+    """
+    tops = [_alternatives(entry) if entry.top else None for entry in entries]
     lists = {
         "tokens": [_name(entry.token) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
@@ -38,6 +33,11 @@ def completion_logprobs(entries: list[TokenLogprob]) -> dict[str, Any]:
         "text_offset": [entry.offset for entry in entries],
     }
     return {"logprobs": lists}
+
+
+def _alternatives(entry: TokenLogprob) -> dict[str, float | None]:
+    best = [*entry.top, (entry.token, entry.logprob)]
+    return {_name(token): logprob for token, logprob in best}
 
 
 def _token(token: bytes, logprob: float | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import os
 import signal
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from aiohttp import web
     from voltapile.gateway.engine import Engine
     from voltapile.gateway.supervisor import Supervisor
+    from voltapile.gateway.template import ChatTemplate
+    from voltapile.gateway.tokenizer import Tokenizer
     from voltapile.topology.plan import Plan
 
 LOOK_SECONDS = 0.05  # between two looks at the engine's health
@@ -91,6 +94,13 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
         return runner.run(main)
 
 
+def give_back_memory() -> None:
+    """What building a tokenizer took and freed, 100 MB with a large vocabulary: glibc keeps it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def api_keys(args: argparse.Namespace) -> list[str]:
     """Raises OSError."""
     keys = [key for option in args.api_key for key in option.split(",")]
@@ -138,6 +148,16 @@ class Server:
 
     def _app(self, engine: Engine) -> web.Application:
         from voltapile.gateway.api.app import make_app
+
+        tokenizer, template = self._language()
+        keys, metrics = api_keys(self.args), self.args.metrics
+        app = make_app(engine, tokenizer, template, self.plan, api_keys=keys, metrics=metrics)
+        gc.collect()
+        gc.freeze()  # or each full collection looks at all of this again
+        give_back_memory()
+        return app
+
+    def _language(self) -> tuple[Tokenizer, ChatTemplate | None]:
         from voltapile.gateway.template import ChatTemplate, TemplateError
         from voltapile.gateway.tokenizer import Tokenizer
         from voltapile.shm.gguf import Gguf
@@ -145,15 +165,11 @@ class Server:
         with Gguf.open(Path(self.plan.model[0])) as gguf:
             tokenizer = Tokenizer.from_gguf(gguf)
             try:
-                template = ChatTemplate.from_metadata(gguf.metadata)
+                return tokenizer, ChatTemplate.from_metadata(gguf.metadata)
             except TemplateError as error:
                 self._say(f"no chat: {error}")
-                template, self.can_chat = None, False
-        keys, metrics = api_keys(self.args), self.args.metrics
-        app = make_app(engine, tokenizer, template, self.plan, api_keys=keys, metrics=metrics)
-        gc.collect()
-        gc.freeze()  # or each full collection looks at the vocabulary again, for up to 0.1 s
-        return app
+                self.can_chat = False
+                return tokenizer, None
 
     async def _report(self, engine: Engine, url: str) -> None:
         """Print how loading goes, until it is done. Raises OSError if it fails."""

@@ -82,7 +82,7 @@ def test_ids_and_names(tiny: Tokenizer) -> None:
     assert tiny.vocab_size == 670
     assert (tiny.bos_id, tiny.eos_id) == (None, 654)
     assert tiny.eog_ids == {652, 654}
-    assert tiny.piece(654) == "<|im_end|>"
+    assert tiny.token_bytes(654) == b"<|im_end|>"
     assert tiny.is_special(654)
     assert not tiny.is_special(0)
     assert tiny.token_bytes(0) == b"!"
