@@ -29,8 +29,16 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     head_map: list[int]  # local query head -> local KV head
     ffn: Range  # columns of gate and up, and of down's input
     vocab: Range  # rows of the output matrix
+    vocab_parts: list[int] = []  # how many rows each rank has; []: this one's sums are whole
     embeds: bool = True  # begins with the token embedding, rather than with what a rank hands on
     answers: bool = True  # ends with the output matrix, rather than handing on
+    previous: int = -1  # the rank that hands on to this one
+    following: int = -1  # the rank that this one hands on to
+
+    @property
+    def is_part(self) -> bool:
+        """Other ranks compute the rest of the same layers: sums need all of them."""
+        return bool(self.vocab_parts)
 
 
 def whole(spec: Spec) -> Share:
@@ -45,8 +53,9 @@ def tensor_shares(spec: Spec, proportions: Sequence[float], ffn_unit: int) -> li
     heads = divide(spec.heads, proportions)
     ffn = divide(spec.ffn, proportions, ffn_unit)
     vocab = divide(spec.vocab, proportions, 64)
+    sizes = [end - begin for begin, end in vocab] if len(vocab) > 1 else []
     return [
-        _share(spec, list(range(spec.layers)), *parts)
+        msgspec.structs.replace(_share(spec, list(range(spec.layers)), *parts), vocab_parts=sizes)
         for parts in zip(heads, ffn, vocab, strict=True)
     ]
 
@@ -58,7 +67,13 @@ def layer_shares(spec: Spec, proportions: Sequence[float]) -> list[Share]:
     whole_layers = [_share(spec, list(range(*stage)), *parts) for stage in stages]
     last = len(stages) - 1
     return [
-        msgspec.structs.replace(share, embeds=i == 0, answers=i == last)
+        msgspec.structs.replace(
+            share,
+            embeds=i == 0,
+            answers=i == last,
+            previous=i - 1,
+            following=-1 if i == last else i + 1,
+        )
         for i, share in enumerate(whole_layers)
     ]
 

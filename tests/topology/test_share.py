@@ -73,3 +73,16 @@ def test_a_rank_that_is_alone_owns_everything() -> None:
     assert (share.heads, share.kv_heads, share.ffn) == ((0, 9), (0, 3), (0, 1536))
     assert share.head_map == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert share.layers == [0, 1, 2, 3, 4]
+
+
+def test_ranks_know_whom_they_meet() -> None:
+    alone = whole(spec(4, 2))
+    assert not alone.is_part
+    assert (alone.previous, alone.following) == (-1, -1)
+    for share in tensor_shares(spec(4, 2), [1.0] * 3, 32):
+        assert share.is_part
+        assert share.vocab_parts == [320, 384, 296]
+        assert (share.previous, share.following) == (-1, -1)
+    stages = layer_shares(spec(4, 2), [1.0] * 3)
+    assert not any(share.is_part for share in stages)
+    assert [(share.previous, share.following) for share in stages] == [(-1, 1), (0, 2), (1, -1)]
