@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +20,36 @@ from cupy_backends.cuda.api import driver
 from cupy_backends.cuda.libs import cublas
 from voltapile.kernels.cuda.submit import Submission
 
-MALLOC_FAILED = 2  # cudaErrorMemoryAllocation
+# cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY, CUBLAS_STATUS_ALLOC_FAILED
+NO_MEMORY = {
+    runtime.CUDARuntimeError: 2,
+    driver.CUDADriverError: 2,
+    cublas.CUBLASError: 3,
+}
 TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_WITHOUT_ASKING = 48 << 10
 # Of cuBLAS: half and float32 values, sums in float32, the library's own choice of kernel.
 HALF, SINGLE, SUMS_IN_SINGLE, ANY_KERNEL = 2, 0, 68, -1
 AS_IT_IS, TRANSPOSED = 0, 1
+
+
+@contextmanager
+def room_for(purpose: str, taken: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Memory that is not there, whoever wanted it, becomes a MemoryError that names `purpose` and
+    the numbers. taken: bytes of this process by purpose."""
+    try:
+        yield
+    except tuple(NO_MEMORY) as error:
+        if error.status != NO_MEMORY[type(error)]:
+            raise
+        try:
+            free, total = runtime.memGetInfo()
+            text = f"{free} of {total} bytes are free"
+        except runtime.CUDARuntimeError:
+            text = "it is full"
+        mine = "".join(f", {name} has {nbytes}" for name, nbytes in (taken or {}).items())
+        raise MemoryError(f"the GPU has no room for {purpose}: {text}{mine}") from None
 
 
 class Memory:
@@ -40,7 +64,8 @@ class Pinned:
     """Page-locked host memory. bytes: a uint8 array of it."""
 
     def __init__(self, nbytes: int) -> None:
-        self.ptr = int(runtime.hostAlloc(nbytes, 0))
+        with room_for(f"{nbytes} bytes of page-locked host memory"):
+            self.ptr = int(runtime.hostAlloc(nbytes, 0))
         self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.ptr))
         weakref.finalize(self, runtime.freeHost, self.ptr)
 
@@ -109,7 +134,12 @@ class Device:
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
-        runtime.setDevice(number)
+        self.taken: Counter[str] = (
+            Counter()
+        )  # bytes by purpose, whether they were given back or not
+        with room_for("a context"):
+            runtime.setDevice(number)
+            runtime.free(0)  # makes it
         facts = runtime.getDeviceProperties(number)
         self.name: str = facts["name"].decode()
         self.arch: int = facts["major"] * 10 + facts["minor"]
@@ -123,16 +153,10 @@ class Device:
     def allocate(self, nbytes: int, purpose: str) -> Memory:
         """Raises MemoryError that names `purpose` and the numbers."""
         runtime.setDevice(self.number)
-        try:
-            return Memory(int(runtime.malloc(max(1, nbytes))), nbytes)
-        except runtime.CUDARuntimeError as error:
-            if error.status != MALLOC_FAILED:
-                raise
-            free, total = runtime.memGetInfo()
-            raise MemoryError(
-                f"GPU {self.number} ({self.name}): {nbytes} bytes for {purpose} do not fit: "
-                f"{free} of {total} bytes are free"
-            ) from None
+        with room_for(f"{nbytes} bytes for {purpose}", self.taken):
+            memory = Memory(int(runtime.malloc(max(1, nbytes))), nbytes)
+        self.taken[purpose] += nbytes
+        return memory
 
     def free_bytes(self) -> int:
         return int(runtime.memGetInfo()[0])
@@ -166,7 +190,8 @@ class Device:
     def open_library(self) -> int:
         """The handle of cuBLAS, which takes memory of its own when it begins."""
         if not self._cublas:
-            self._cublas = cublas.create()
+            with room_for("cuBLAS", self.taken):
+                self._cublas = cublas.create()
         return self._cublas
 
     def product(
@@ -175,7 +200,8 @@ class Device:
         """out [T, N] = factor * x [T, K] @ weight[N, K].T, shape (T, N, K); halves to float32."""
         tokens, rows, columns = shape
         alpha, beta = np.array([factor], np.float32), np.array([float(adds)], np.float32)
-        with self.stream:  # cupy gives each call the current stream
+        # cupy gives each call the current stream.
+        with self.stream, room_for("cuBLAS", self.taken):
             cublas.gemmEx(
                 self.open_library(),
                 TRANSPOSED,
@@ -196,7 +222,8 @@ class Device:
         the kernel before it, itself (csrc/grid.cuh)."""
         runtime.setDevice(self.number)
         module = cupy.cuda.function.Module()
-        module.load(code)
+        with room_for(f"the kernel {name}", self.taken):
+            module.load(code)
         self._modules.append(module)
         return Function(self, module, name, is_early)
 
@@ -208,7 +235,10 @@ class Device:
         try:
             yield recorded
         finally:
-            recorded.append(self.stream.end_capture())
+            with room_for("a recorded step", self.taken):
+                graph = self.stream.end_capture()
+                graph.upload(self.stream)  # or its memory would be taken by the first replay
+                recorded.append(graph)
 
     def replay(self, graph: Any) -> None:
         graph.launch(self.stream)

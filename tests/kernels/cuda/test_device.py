@@ -1,0 +1,163 @@
+"""Whatever asks a GPU for memory and gets none says so, beside the Plan.
+
+All of it on a GPU that is not there. The same loads are held against the Plan.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from voltapile.gateway.cli import main
+from voltapile.kernels.backend import describe
+from voltapile.shm.gguf import Gguf
+from voltapile.topology import machine
+from voltapile.topology.architectures import spec_of
+from voltapile.topology.gpu import Gpu
+from voltapile.topology.plan import Backend, Options, Plan
+from voltapile.topology.planner import plan
+from voltapile.workers.engine import Engine, open_engine
+from voltapile.workers.protocol import Row, Step
+
+MODELS = ["llama", "qwen3", "gemma3"]
+
+
+def _fake_cupy() -> ModuleType:
+    path = Path(__file__).with_name("fake_cupy.py")
+    spec = importlib.util.spec_from_file_location("cuda_tests_fake_cupy", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+fake_cupy = _fake_cupy()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A GPU that is not there, whose kernels need no compiler."""
+    made = fake_cupy.Gpu()
+    fake_cupy.install(monkeypatch, made)
+    loader = importlib.import_module("voltapile.kernels.cuda.loader")
+    monkeypatch.setattr(loader, "compile_all", lambda *_: [])
+    monkeypatch.setattr(loader, "compile_instance", lambda *_: b"")
+    return made
+
+
+@pytest.fixture
+def computer() -> machine.Machine:
+    card = Gpu(index=0, name="A card", arch=70, memory_bytes=64 << 30, free_bytes=60 << 30)
+    return msgspec.structs.replace(machine.probe(), gpus=[card])
+
+
+@pytest.fixture
+def planned(mini: Path, computer: machine.Machine) -> Callable[..., Plan]:
+    def make(model: str = "llama", **options: Any) -> Plan:
+        chosen = Options(**{"context": 512, "slots": 3, **options})
+        with Gguf.open(mini / model / "model-f16.gguf") as gguf:
+            return plan(spec_of(gguf), gguf, computer, Backend(**describe("cuda")), chosen)
+
+    return make
+
+
+def load(plan: Plan) -> None:
+    with open_engine(plan):
+        pass
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_more_is_taken_than_planned(gpu: Any, planned: Callable[..., Plan], model: str) -> None:
+    chosen = planned(model)
+    memory = chosen.ranks[0].memory
+    with open_engine(chosen) as engine:
+        taken = engine.ops.device.taken
+        assert 0 < taken["weights"] <= memory["weights"]
+        assert memory["scratch"] <= taken["scratch"] < memory["scratch"] + 256
+        assert 0 < taken["caches and slots"] <= memory["kv"] + memory["slots"] + (64 << 20)
+        assert sum(taken.values()) <= sum(memory.values())
+        requests = len(gpu.requests)
+        steps(engine)
+        assert len(gpu.requests) == requests, "a step took memory"
+        assert gpu.replays == 4
+
+
+def steps(engine: Engine) -> None:
+    """A prompt of three rows, four steps of as many."""
+    engine.ops.fetch = lambda arrays: _Zeros(arrays)
+    pages = [[[1 + slot] for _ in engine.plan.caches] for slot in range(3)]
+    rows = [
+        Row(slot=slot, tokens=list(range(5, 60)), pages=pages[slot], sample=True)
+        for slot in range(3)
+    ]
+    engine.run(Step(id=0, rows=rows))
+    for number in range(4):
+        engine.run(Step(id=number, rows=[Row(slot=slot) for slot in range(3)]))
+
+
+class _Zeros:
+    def __init__(self, arrays: Any) -> None:
+        self._arrays = arrays
+
+    def is_there(self) -> bool:
+        return True
+
+    def take(self) -> list[Any]:
+        return [np.zeros(each.shape, each.dtype) for each in self._arrays]
+
+
+def test_every_request_that_is_refused_is_told_beside_the_plan(
+    gpu: Any, planned: Callable[..., Plan]
+) -> None:
+    chosen = planned()
+    load(chosen)
+    whole = list(gpu.requests)
+    assert {"memory", "host memory", "context", "module", "graph"} <= set(whole)
+    for number, what in enumerate(whole):
+        gpu.requests.clear()
+        gpu.refused = number
+        with pytest.raises(MemoryError) as error:
+            load(chosen)
+        told = str(error.value)
+        assert gpu.requests[-1] == what
+        assert "has no room for " in told
+        assert "bytes are free" in told
+        assert "; the plan has weights " in told
+    assert "weights has " in told, "what was taken before"
+
+
+def test_a_card_that_others_use_ends_a_command_with_exit_code_1(
+    gpu: Any,
+    mini: Path,
+    computer: machine.Machine,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "machine.json"
+    machine.save(computer, path)
+    gpu.total = 100 << 20
+    argv = ["bench", "-m", str(mini / "llama/model-f16.gguf"), "--backend", "cuda"]
+    assert main.main([*argv, "--machine", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    last = printed.err.splitlines()[-1]
+    assert last.startswith("voltapile: the GPU has no room for ")
+    assert "of 104857600 bytes are free" in last
+    assert "; the plan has weights " in last
+
+
+def test_other_errors_come_out_as_they_are(gpu: Any) -> None:
+    from voltapile.kernels.cuda import device
+
+    with pytest.raises(fake_cupy.CUDARuntimeError, match="700"), device.room_for("anything"):
+        raise fake_cupy.CUDARuntimeError(700)
