@@ -5,7 +5,6 @@ Upper bounds, because workers allocate what the Plan says and nothing else.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,9 +13,9 @@ from voltapile.topology.plan import PlanError
 from voltapile.topology.spec import Spec
 
 if TYPE_CHECKING:
-    from voltapile.shm.gguf import Tensor
     from voltapile.topology.machine import Machine
     from voltapile.topology.plan import Backend, CacheGroup
+    from voltapile.topology.share import Share
 
 SLOT_BYTES = 8704  # one slot's state (8,324 bytes in use: a bias takes 8,192) and answer (176)
 TOKEN_BYTES = 64  # one token's fields in the step's input, on the host and on the device
@@ -27,6 +26,7 @@ VRAM_PIECE = 2 << 20  # of which the driver hands out whole numbers
 COPY_SLACK = 128  # behind a tensor copied into host memory: bytes that kernels may read past it
 HUGE_PAGE = 2 << 20
 VRAM_SLACK = 512  # behind a tensor: alignment, and bytes that kernels may read past it
+LONGEST_BLOCK = 256  # values of a quantisation block, of which ranks may share one
 MOST_COLUMNS = 2**26  # more pages than any memory holds
 
 
@@ -46,10 +46,11 @@ class Sizes:
     table: int  # one more page in every slot's tables
     history: int  # the tokens of one more page in every slot
     weights: int = 0  # in VRAM or copied; what stays in the mapped file does not count
+    communication: int = 0  # what other ranks write to this one
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.scratch + self.slots + self.reserve
+        return self.weights + self.scratch + self.slots + self.communication + self.reserve
 
     def pages(self, columns: int) -> list[int]:
         """Of each group, the trash page included."""
@@ -64,39 +65,49 @@ class Sizes:
 
     def memory(self, columns: int, context: int) -> dict[str, int]:
         """Bytes by purpose, for a context of so many pages."""
-        return {
+        found = {
             "weights": self.weights,
             "kv": self.kv(columns),
             "scratch": self.scratch,
             "slots": self.slots + (columns + 1) * self.table + context * self.history,
+            "communication": self.communication,
             "reserve": self.reserve,
         }
-
-    def columns(self, nbytes: int) -> int:
-        """Most columns that fit into `nbytes`."""
-        return max(0, bisect_right(range(MOST_COLUMNS), nbytes, key=self.growing) - 1)
+        if not self.communication:
+            del found["communication"]  # alone
+        return found
 
 
 def sizes(
     spec: Spec,
     backend: Backend,
     caches: list[CacheGroup],
+    share: Share,
+    ranks: int,
     slots: int,
     batch: int,
     steps_in_flight: int,
-    weights: int = 0,
+    weights: int,
 ) -> Sizes:
-    """caches: groups whose pages are not counted yet."""
+    """Of one of `ranks` ranks. caches: groups whose pages are not counted yet."""
     return Sizes(
-        scratch=scratch_bytes(spec, backend, batch, slots),
+        scratch=scratch_bytes(spec, backend, share, batch, slots),
         slots=(slots + 1) * SLOT_BYTES + (batch + slots) * TOKEN_BYTES,
         reserve=backend.reserve_bytes,
-        page=tuple(group.page_bytes for group in caches),
+        page=tuple(page_bytes(group, share) for group in caches),
         most=tuple(_most_pages(group, slots, steps_in_flight * batch) for group in caches),
         table=2 * 4 * (slots + 1) * len(caches),  # int32, on the host and on the device
         history=4 * (slots + 1) * backend.page_tokens,
         weights=weights,
+        communication=ranks * backend.group_bytes if ranks > 1 else 0,
     )
+
+
+def page_bytes(group: CacheGroup, share: Share) -> int:
+    """Of one page of the group, what lies with a rank of this Share: its layers' and KV heads'."""
+    layers = len(set(group.layers) & set(share.layers))
+    kv_heads = share.kv_heads[1] - share.kv_heads[0]
+    return group.page_bytes // (len(group.layers) * group.kv_heads) * layers * kv_heads
 
 
 def _most_pages(group: CacheGroup, slots: int, tokens: int) -> int:
@@ -111,16 +122,18 @@ def _most_pages(group: CacheGroup, slots: int, tokens: int) -> int:
     return slots * (2 * window + 3) + -(-tokens // group.page_tokens)
 
 
-def scratch_bytes(spec: Spec, backend: Backend, batch: int, slots: int) -> int:
+def scratch_bytes(spec: Spec, backend: Backend, share: Share, batch: int, slots: int) -> int:
     """Most scratch memory of a step of T tokens and R sampled rows, all arrays float32.
 
     A = backend.activation_bytes: what a linear's input costs again in the backend's own form.
-    A layer's attention and its FFN take turns in the same place.
+    A layer's attention and its FFN take turns in the same place. Heads and columns are those of the
+    rank's Share; V' = its rows of the output matrix.
 
         ends    4 T (D + rope) + (4 + A) T D + 4 T D    residual, angles, sampled rows, their norm
-                + 2 * 4 R V                             logits, and the sampler's copy
+                + 4 R (2 V + V')                        logits, the sampler's copy, the rank's part
         attention (4 + A) T D                           norm
                 + 4 T (2 q + 2 k + v) + (4 + A) T o     projections, norms of heads, output
+                + (4 + A) T o'                          output within whole blocks of columns
                 + 4 T H (v_dim + 2) + 4 T D             partial sums, output before its norm
         FFN     (4 + A) T D                             norm
                 + 2 * 4 T F + (4 + A) T F + 4 T D       gate, up, their product, output
@@ -130,35 +143,40 @@ def scratch_bytes(spec: Spec, backend: Backend, batch: int, slots: int) -> int:
     """
     tokens = max(batch, slots)
     own = 4.0 + backend.activation_bytes
-    width, ffn = spec.width, spec.ffn
-    q, k = spec.heads * spec.key_dim, spec.kv_heads * spec.key_dim
-    o, v = spec.heads * spec.value_dim, spec.kv_heads * spec.value_dim
+    heads, kv_heads, ffn, vocab = (
+        end - begin for begin, end in (share.heads, share.kv_heads, share.ffn, share.vocab)
+    )
+    is_part = heads < spec.heads or ffn < spec.ffn
+    q, k = heads * spec.key_dim, kv_heads * spec.key_dim
+    o, v = heads * spec.value_dim, kv_heads * spec.value_dim
     ropes = spec.rope.dims + (spec.rope_window.dims if spec.rope_window else 0)
-    ends = 4 * (width + ropes) + own * width + 4 * width
-    attention = own * width + 4 * (2 * q + 2 * k + v) + own * o
-    attention += 4 * spec.heads * (spec.value_dim + 2) + 4 * width
-    feed_forward = own * width + 8 * ffn + own * ffn + 4 * width
-    whole = tokens * (ends + max(attention, feed_forward)) + 8 * slots * spec.vocab
-    unpacked = backend.unpacked_bytes * width * max(ffn, q, o)
+    ends = 4 * (spec.width + ropes) + own * spec.width + 4 * spec.width
+    attention = own * spec.width + 4 * (2 * q + 2 * k + v) + own * o
+    attention += own * (o + LONGEST_BLOCK) if is_part else 0
+    attention += 4 * heads * (spec.value_dim + 2) + 4 * spec.width
+    feed_forward = own * spec.width + 8 * ffn + own * ffn + 4 * spec.width
+    rows = slots * (2 * spec.vocab + (vocab if is_part else 0)) if share.answers else 0
+    whole = tokens * (ends + max(attention, feed_forward)) + 4 * rows
+    unpacked = backend.unpacked_bytes * spec.width * max(ffn, q, o)
     return int(whole + unpacked) + LAYER_ARRAYS * ALLOCATION_BYTES + backend.workspace_bytes
 
 
-def memory_of(machine: Machine, backend: Backend) -> tuple[str, int, int]:
+def memory_of(machine: Machine, backend: Backend, device: int = 0) -> tuple[str, int, int]:
     """(whose, all bytes, free bytes) of the memory that a rank lives in."""
     if not backend.in_vram:
         return "this machine", machine.memory_bytes, machine.available_bytes
     if not machine.gpus:
         raise PlanError(f"--backend {backend.name}: this machine has no GPU that the driver shows")
-    gpu = machine.gpus[0]
+    gpu = machine.gpus[device]
     return f"GPU {gpu.index} ({gpu.name})", gpu.memory_bytes, gpu.free_bytes
 
 
-def resident_bytes(tensors: Iterable[Tensor]) -> int:
-    """What tensors take in VRAM: small ones share blocks, a large one is a whole number of the
-    driver's pieces."""
+def resident_bytes(sizes: Iterable[int]) -> int:
+    """What tensors of these sizes take in VRAM: small ones share blocks, a large one is a whole
+    number of the driver's pieces."""
     small = large = 0
-    for tensor in tensors:
-        nbytes = tensor.nbytes + VRAM_SLACK
+    for size in sizes:
+        nbytes = size + VRAM_SLACK
         if nbytes < VRAM_BLOCK // 4:
             small += nbytes
         else:
@@ -167,10 +185,10 @@ def resident_bytes(tensors: Iterable[Tensor]) -> int:
     return large + (small * 4 // (3 * VRAM_BLOCK) + 1) * VRAM_BLOCK
 
 
-def copied_bytes(tensors: Iterable[Tensor]) -> int:
-    """What a copy of the tensors takes in host memory, in huge pages; one of them to spare, since
-    tensors that are copied in parts take a little more."""
-    return (-(-sum(copied_size(each.nbytes) for each in tensors) // HUGE_PAGE) + 1) * HUGE_PAGE
+def copied_bytes(sizes: Iterable[int]) -> int:
+    """What a copy of tensors of these sizes takes in host memory, in huge pages; one of them to
+    spare, since tensors that are copied in parts take a little more."""
+    return (-(-sum(map(copied_size, sizes)) // HUGE_PAGE) + 1) * HUGE_PAGE
 
 
 def copied_size(nbytes: int) -> int:

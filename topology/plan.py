@@ -55,6 +55,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 0  # worker processes; 0: one, or one for each GPU that the mode uses
     split_mode: str = ""  # -sm: none | layer | tensor | experts; "" means choose
     tensor_split: list[float] = []  # -ts: proportions of the ranks; [] means equal ones
+    devices: list[int] = []  # --device: GPUs by their index; [] means those that help
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

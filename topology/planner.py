@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 from voltapile.shm.gguf import Tensor
-from voltapile.topology.affinity import choose_cpus
+from voltapile.topology.budget import Budget, Pool, choose_context, show
 from voltapile.topology.machine import Machine
 from voltapile.topology.memory import (
     Sizes,
@@ -25,6 +25,7 @@ from voltapile.topology.memory import (
     row_bytes,
     sizes,
 )
+from voltapile.topology.parts import Part, part_of
 from voltapile.topology.plan import (
     Backend,
     CacheGroup,
@@ -35,11 +36,18 @@ from voltapile.topology.plan import (
     RankPlan,
     sealed,
 )
-from voltapile.topology.share import whole
+from voltapile.topology.ranks import (
+    choose_mode,
+    count_ranks,
+    divide_cpus,
+    proportions,
+    shares,
+    with_devices,
+)
+from voltapile.topology.share import Share
 from voltapile.topology.spec import CacheNeed, Spec
 
 DEFAULT_SLOTS = 4
-LEAST_CONTEXT = 512  # a smaller one is only planned when asked for
 CHUNK = 64  # prefill chunks end at multiples of it
 STEPS_IN_FLIGHT = 2
 
@@ -57,54 +65,40 @@ class TensorTable(Protocol):
 def plan(
     spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
 ) -> Plan:
-    """The Plan of one rank, on the CPU or on the first GPU. Raises PlanError."""
-    _check(options)
+    """The Plan of this model on that machine. Raises PlanError."""
     warnings: list[str] = []
-    tensors = _tensors(gguf, backend, options)
-    node, cpus = choose_cpus(machine, options.threads, warnings)
-    slots = options.slots or DEFAULT_SLOTS
-    groups, budget = _budget(spec, gguf, machine, backend, options)
-    context, columns = _context(spec, budget, slots, options, warnings)
-    pages = budget.sizes.pages(columns)
+    draft = _draft(spec, gguf, machine, backend, options, warnings)
+    slots, budget = draft.slots, draft.budget
+    context, columns = choose_context(spec, budget, slots, options, warnings)
     if options.batch_tokens < CHUNK + slots:
         warnings.append(
             f"-b {options.batch_tokens} has no room for {slots} slots beside a chunk of {CHUNK}"
         )
-    rank = RankPlan(
-        rank=0,
-        share=whole(spec),
-        page_bytes=[group.page_bytes for group in groups],
-        device="cuda:0" if backend.in_vram else "cpu",
-        node=node,
-        cpus=cpus,
-        threads=len(cpus),
-        memory=budget.sizes.memory(columns, -(-context // budget.page_tokens)),
-        mapped_bytes=sum(tensor.nbytes for tensor in gguf.tensors.values()),
-    )
     rows = min(slots, backend.max_decode_rows) if backend.captures else 0
+    counts = draft.sizes[0].pages(columns)
     return sealed(
         Plan(
             model=[os.path.abspath(path) for path in gguf.paths],
             alias=options.alias or _alias(gguf.paths[0]),
             architecture=spec.architecture,
             backend=backend.name,
-            mode="single",
+            mode=draft.mode,
             endpoint=options.endpoint,
             context=context,
             slots=slots,
             batch_tokens=options.batch_tokens,
             buckets=list(range(1, rows + 1)),
-            steps_in_flight=STEPS_IN_FLIGHT,
-            answer_rank=0,
-            ranks=[rank],
+            steps_in_flight=draft.steps_in_flight,
+            answer_rank=len(draft.shares) - 1 if draft.mode == "layer" else 0,
+            ranks=_ranks(draft, gguf, machine, backend, options, context, columns, warnings),
             caches=[
                 msgspec.structs.replace(group, pages=count)
-                for group, count in zip(groups, pages, strict=True)
+                for group, count in zip(draft.groups, counts, strict=True)
             ],
-            tensors=tensors,
+            tensors=_placements(gguf, draft, backend, options),
             choices={
-                "cache_type_k": groups[0].key_type,
-                "cache_type_v": groups[0].value_type,
+                "cache_type_k": draft.groups[0].key_type,
+                "cache_type_v": draft.groups[0].value_type,
                 "prefill_chunk": str(CHUNK),
                 **backend.choices,
             },
@@ -117,28 +111,56 @@ def largest_context(
     spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
 ) -> int:
     """Most tokens that one request could use here; 0 if the model does not fit at all."""
-    _check(options)
-    return _budget(spec, gguf, machine, backend, options)[1].largest
+    return _draft(spec, gguf, machine, backend, options, []).budget.largest
 
 
 @dataclass(frozen=True)
-class _Budget:
-    """Memory against what it is needed for."""
+class _Draft:
+    """What is decided before the context."""
 
-    sizes: Sizes
-    available: int  # margin taken off
-    margin: int
-    mapped: int
-    page_tokens: int
+    mode: str
+    devices: list[str]  # of each rank
+    shares: list[Share]
+    parts: list[dict[str, Part]]  # of each rank, by tensor
+    slots: int
+    steps_in_flight: int
+    groups: list[CacheGroup]
+    sizes: list[Sizes]
+    budget: Budget
 
-    def columns(self, resident: bool) -> int:
-        """Pages without a window that fit; resident: beside the file too."""
-        left = self.available - self.sizes.fixed - (self.mapped if resident else 0)
-        return self.sizes.columns(left)
 
-    @property
-    def largest(self) -> int:
-        return self.columns(resident=False) * self.page_tokens
+def _draft(
+    spec: Spec,
+    gguf: TensorTable,
+    machine: Machine,
+    backend: Backend,
+    options: Options,
+    warnings: list[str],
+) -> _Draft:
+    _check(options)
+    _check_formats(gguf, backend)
+    machine = with_devices(machine, backend, options)
+    memory_of(machine, backend)
+    count = count_ranks(machine, backend, options)
+    given = proportions(options, count)
+    places = [place for place, part in enumerate(given) if part]  # a part of 0 is no rank
+    mode = choose_mode(options, len(places), warnings)
+    found = shares(spec, gguf.tensors, mode, [given[place] for place in places])
+    parts = [_parts(gguf, spec, share) for share in found]
+    groups = _cache_groups(spec, backend, options)
+    slots = options.slots or DEFAULT_SLOTS
+    steps = 1 if mode == "layer" else STEPS_IN_FLIGHT
+    needs = [
+        sizes(
+            spec, backend, groups, share, len(found), slots, options.batch_tokens, steps,
+            _weight_bytes(kept, backend, options),
+        )
+        for share, kept in zip(found, parts, strict=True)
+    ]  # fmt: skip
+    pools = _pools(gguf, machine, backend, options, places, needs)
+    budget = Budget(pools, options.margin_bytes, backend.page_tokens)
+    devices = [f"cuda:{machine.gpus[i].index}" if backend.in_vram else "cpu" for i in places]
+    return _Draft(mode, devices, found, parts, slots, steps, groups, needs, budget)
 
 
 def _check(options: Options) -> None:
@@ -154,68 +176,93 @@ def _check(options: Options) -> None:
             raise PlanError(f"{option} {value}: expected {least} to 2^31 - 1")
 
 
-def _budget(
-    spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
-) -> tuple[list[CacheGroup], _Budget]:
+def _check_formats(gguf: TensorTable, backend: Backend) -> None:
+    for name, tensor in gguf.tensors.items():
+        if tensor.type_name not in backend.formats:
+            raise PlanError(
+                f"tensor {name!r} has type {tensor.type_name}, which the {backend.name} backend "
+                f"cannot compute with; supported: {', '.join(backend.formats)}"
+            )
+
+
+def _parts(gguf: TensorTable, spec: Spec, share: Share) -> dict[str, Part]:
+    """Tensors that a rank of this Share keeps something of."""
+    parts = {name: part_of(tensor, spec, share) for name, tensor in gguf.tensors.items()}
+    return {name: part for name, part in parts.items() if part.bytes}
+
+
+def _weight_bytes(parts: Mapping[str, Part], backend: Backend, options: Options) -> int:
+    """What a rank allocates for weights: everything in VRAM, a copy of everything, or a copy of the
+    columns that it cuts out of the mapped file."""
+    if backend.in_vram:
+        return resident_bytes(part.bytes for part in parts.values())
+    copied = [p.bytes for p in parts.values() if options.no_mmap or p.split == "columns"]
+    return copied_bytes(copied) if copied else 0
+
+
+def _pools(
+    gguf: TensorTable,
+    machine: Machine,
+    backend: Backend,
+    options: Options,
+    places: Sequence[int],
+    needs: Sequence[Sizes],
+) -> list[Pool]:
+    """The memories that ranks live in: one for all, or a GPU's for each."""
+    tensors = sum(tensor.nbytes for tensor in gguf.tensors.values())
+    lives = places if backend.in_vram else [0] * len(places)
+    pools = []
+    for home in sorted(set(lives)):
+        owner, total, free = memory_of(machine, backend, home)
+        ranks = tuple(need for need, place in zip(needs, lives, strict=True) if place == home)
+        kept = tensors if len(set(lives)) == 1 else sum(each.weights for each in ranks)
+        if kept > total:
+            raise PlanError(
+                f"the model's tensors take {show(kept)}, but {owner} has {show(total)} of memory "
+                "in all: take a smaller model or quantisation"
+            )
+        beside = 0 if backend.in_vram or options.no_mmap else tensors
+        pools.append(
+            Pool(owner, total, free - options.margin_bytes, ranks, beside, backend.in_vram)
+        )
+    return pools
+
+
+def _ranks(
+    draft: _Draft,
+    gguf: TensorTable,
+    machine: Machine,
+    backend: Backend,
+    options: Options,
+    context: int,
+    columns: int,
+    warnings: list[str],
+) -> list[RankPlan]:
+    homes = divide_cpus(machine, len(draft.shares), options.threads, warnings)
+    pages = -(-context // backend.page_tokens)
+    tensors = gguf.tensors
+    return [
+        RankPlan(
+            rank=rank,
+            share=share,
+            page_bytes=list(need.page),
+            device=device,
+            node=node,
+            cpus=cpus,
+            threads=len(cpus),
+            memory=need.memory(columns, pages),
+            mapped_bytes=sum(tensors[name].nbytes for name in kept),
+        )
+        for rank, (share, need, kept, device, (node, cpus)) in enumerate(
+            zip(draft.shares, draft.sizes, draft.parts, draft.devices, homes, strict=True)
+        )
+    ]
+
+
+def _cache_groups(spec: Spec, backend: Backend, options: Options) -> list[CacheGroup]:
     default = next(iter(backend.kv_types))  # the backend lists the one it likes best first
     key_type, value_type = options.cache_type_k or default, options.cache_type_v or default
-    groups = [_cache_group(need, backend, key_type, value_type) for need in spec.caches]
-    slots = options.slots or DEFAULT_SLOTS
-    mapped = sum(tensor.nbytes for tensor in gguf.tensors.values())
-    owner, total, free = memory_of(machine, backend)
-    if mapped > total:
-        raise PlanError(
-            f"the model's tensors take {_show(mapped)}, but {owner} has "
-            f"{_show(total)} of memory in all: take a smaller model or quantisation"
-        )
-    tensors = gguf.tensors.values()
-    copied = copied_bytes(tensors) if options.no_mmap else 0
-    weights = resident_bytes(tensors) if backend.in_vram else copied
-    found = sizes(spec, backend, groups, slots, options.batch_tokens, STEPS_IN_FLIGHT, weights)
-    available = free - options.margin_bytes
-    beside = 0 if weights else mapped
-    return groups, _Budget(found, available, options.margin_bytes, beside, backend.page_tokens)
-
-
-def _context(
-    spec: Spec, budget: _Budget, slots: int, options: Options, warnings: list[str]
-) -> tuple[int, int]:
-    """Context of one request, and columns of pages: at least one full context, up to `slots` of
-    them where memory allows, the mapped file's pages counted as taken."""
-    beside_file = budget.columns(resident=True) * budget.page_tokens
-    least = min(spec.context, LEAST_CONTEXT)
-    if options.context:
-        context = options.context
-        if context > spec.context:
-            warnings.append(f"-c {context} is more than the trained context of {spec.context}")
-    else:
-        context = min(spec.context, max(beside_file, least))
-    if context > budget.largest:
-        raise PlanError(_shortage(budget, context, options))
-    if context > beside_file:
-        warnings.append(
-            f"the model's {_show(budget.mapped)} do not stay in memory beside the rest; parts of "
-            "it will be read from disk again and again"
-        )
-    one = -(-context // budget.page_tokens)
-    return context, max(one, min(slots * one, budget.columns(resident=True)))
-
-
-def _shortage(budget: _Budget, context: int, options: Options) -> str:
-    kv = budget.sizes.growing(-(-context // budget.page_tokens))
-    needed = kv + budget.sizes.fixed
-    advice = f"use -c {budget.largest} or less" if budget.largest else "use a smaller -b or -np"
-    if budget.largest and not options.cache_type_k:
-        advice += ", or a smaller cache type (-ctk, -ctv)"
-    weights = f"weights {_show(budget.sizes.weights)}, " if budget.sizes.weights else ""
-    if weights:
-        advice += ", or no --no-mmap" if options.no_mmap else ", or -ngl 0 for the CPU"
-    return (
-        f"not enough memory: {_show(needed)} needed ({weights}cache for a context of {context} "
-        f"{_show(kv)}, scratch {_show(budget.sizes.scratch)}, slots {_show(budget.sizes.slots)}, "
-        f"reserve {_show(budget.sizes.reserve)}), but {_show(max(0, budget.available))} available "
-        f"({_show(budget.margin)} kept free): {advice}"
-    )
+    return [_cache_group(need, backend, key_type, value_type) for need in spec.caches]
 
 
 def _cache_group(need: CacheNeed, backend: Backend, key_type: str, value_type: str) -> CacheGroup:
@@ -236,23 +283,20 @@ def _cache_group(need: CacheNeed, backend: Backend, key_type: str, value_type: s
     )
 
 
-def _tensors(gguf: TensorTable, backend: Backend, options: Options) -> dict[str, Placement]:
+def _placements(
+    gguf: TensorTable, draft: _Draft, backend: Backend, options: Options
+) -> dict[str, Placement]:
     """Every tensor is in VRAM, copied into host memory, or stays in the mapped file."""
-    placed = {}
     tier = "vram" if backend.in_vram else "host" if options.no_mmap else "mapped"
+    placed = {}
     for name, tensor in gguf.tensors.items():
-        if tensor.type_name not in backend.formats:
-            raise PlanError(
-                f"tensor {name!r} has type {tensor.type_name}, which the {backend.name} backend "
-                f"cannot compute with; supported: {', '.join(backend.formats)}"
-            )
-        placed[name] = Placement(tier=tier, ranks=[0], bytes=tensor.nbytes, type=tensor.type_name)
+        kept = [rank for rank, parts in enumerate(draft.parts) if name in parts]
+        split = draft.parts[kept[0]][name].split if kept else "none"
+        placed[name] = Placement(
+            tier=tier, ranks=kept, bytes=tensor.nbytes, type=tensor.type_name, split=split
+        )
     return placed
 
 
 def _alias(path: str) -> str:
     return re.sub(r"(-00001-of-\d{5})?\.gguf$", "", Path(path).name)
-
-
-def _show(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

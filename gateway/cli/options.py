@@ -41,11 +41,40 @@ def add_model_options(
     add("-a", "--alias", default="", metavar="NAME", help="the model's name for clients")
     add("-ngl", "--n-gpu-layers", "--gpu-layers", dest="gpu_layers", type=int, default=-1,
         metavar="N", help="0 keeps the GPU out; anything else is all layers")  # fmt: skip
+    add("-dev", "--device", default="auto", type=device, metavar="DEVICES",
+        help="cpu, cuda, or GPUs by number: cuda:0,cuda:2")  # fmt: skip
+    add("--ranks", type=int, default=0, metavar="N",
+        help="worker processes that compute together; 0: choose")  # fmt: skip
+    add("-sm", "--split-mode", default="", choices=("none", "layer", "tensor", "experts", "row"),
+        help="how ranks share the model: whole layers, a part of each, or experts")  # fmt: skip
+    add("-ts", "--tensor-split", default=[], type=parts, metavar="N,N,...",
+        help="how much each rank takes, e.g. 3,1; equal without it")  # fmt: skip
     add("--no-mmap", action="store_true",
         help="copy the weights into huge pages: a slower start, faster decoding")  # fmt: skip
     add("--backend", default=DEFAULT_BACKEND, choices=BACKENDS,
         help="who computes; auto: cuda where there is a GPU, else cpu")  # fmt: skip
     add("--machine", default=None, metavar="FILE", help="plan for the machine in this JSON file")
+
+
+def parts(text: str) -> list[float]:
+    """The numbers of -ts. Raises ValueError."""
+    return [float(each) for each in text.replace("/", ",").split(",")]
+
+
+def device(text: str) -> str:
+    """Checks --device. Raises ValueError."""
+    devices(text)
+    return text
+
+
+def devices(text: str) -> list[int]:
+    """The GPUs that --device numbers; none for all that help. Raises ValueError."""
+    if text in ("auto", "cpu", "cuda"):
+        return []
+    words = [word.removeprefix("cuda").removeprefix(":") for word in text.lower().split(",")]
+    if not all(word.isdigit() for word in words):
+        raise ValueError(text)
+    return [int(word) for word in words]
 
 
 def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
@@ -71,6 +100,10 @@ def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
         endpoint=endpoint or getattr(args, "endpoint", None) or "",
         alias=args.alias,
         no_mmap=args.no_mmap,
+        ranks=args.ranks,
+        split_mode=args.split_mode,
+        tensor_split=args.tensor_split,
+        devices=devices(args.device),
     )
     with Gguf.open(Path(args.model).expanduser()) as gguf:
         computer = machine.load(args.machine) if args.machine else machine.probe()
@@ -84,5 +117,7 @@ def choose_backend(args: argparse.Namespace, computer: Machine) -> str:
 
     if args.backend != "auto":
         return str(args.backend)
+    if args.device != "auto":
+        return "cpu" if args.device == "cpu" else "cuda"
     has_gpu = bool(computer.gpus) and importlib.util.find_spec("cupy") is not None
     return "cuda" if has_gpu and args.gpu_layers != 0 else "cpu"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
-from voltapile.topology.memory import row_bytes, scratch_bytes, sizes
+from voltapile.topology.budget import Pool
+from voltapile.topology.memory import Sizes, row_bytes, scratch_bytes, sizes
 from voltapile.topology.plan import Backend, CacheGroup, PlanError
+from voltapile.topology.share import whole
 from voltapile.topology.spec import Rope, Spec
 
 BACKEND = Backend(
@@ -17,6 +21,14 @@ SPEC = Spec(
     key_dim=4, value_dim=4, ffn=16, eps=0, rope=Rope(layout="norm", dims=4, base=10), tied=True,
     attention_scale=0.5, caches=(),
 )  # fmt: skip
+
+
+def scratch(spec: Spec, backend: Backend, batch: int, slots: int) -> int:
+    return scratch_bytes(spec, backend, whole(spec), batch, slots)
+
+
+def alone(groups: list[CacheGroup], slots: int, batch: int) -> Sizes:
+    return sizes(SPEC, BACKEND, groups, whole(SPEC), 1, slots, batch, 2, 0)
 
 
 def test_row_bytes() -> None:
@@ -33,21 +45,21 @@ def test_scratch_by_hand() -> None:
     attention = 6 * 8 + 4 * (2 * 8 + 2 * 4 + 4) + 6 * 8 + 4 * 2 * (4 + 2) + 4 * 8
     ffn = 6 * 8 + 8 * 16 + 6 * 16 + 4 * 8
     assert ffn > attention
-    assert scratch_bytes(SPEC, BACKEND, 10, 3) == 10 * (ends + ffn) + 8 * 3 * 1000 + 4096
+    assert scratch(SPEC, BACKEND, 10, 3) == 10 * (ends + ffn) + 8 * 3 * 1000 + 4096
     narrow = msgspec.structs.replace(SPEC, ffn=2, rope_window=SPEC.rope)
     expected = 10 * (ends + 4 * 4 + attention) + 8 * 3 * 1000 + 4096
-    assert scratch_bytes(narrow, BACKEND, 10, 3) == expected
+    assert scratch(narrow, BACKEND, 10, 3) == expected
 
 
 def test_scratch_grows_with_its_parts() -> None:
-    least = scratch_bytes(SPEC, BACKEND, 10, 3)
-    assert scratch_bytes(SPEC, BACKEND, 11, 3) > least
-    assert scratch_bytes(SPEC, BACKEND, 10, 4) > least
-    assert scratch_bytes(SPEC, BACKEND, 1, 12) > scratch_bytes(SPEC, BACKEND, 1, 11)
+    least = scratch(SPEC, BACKEND, 10, 3)
+    assert scratch(SPEC, BACKEND, 11, 3) > least
+    assert scratch(SPEC, BACKEND, 10, 4) > least
+    assert scratch(SPEC, BACKEND, 1, 12) > scratch(SPEC, BACKEND, 1, 11)
     wider = msgspec.structs.replace(BACKEND, activation_bytes=4.0)
-    assert scratch_bytes(SPEC, wider, 10, 3) > least
+    assert scratch(SPEC, wider, 10, 3) > least
     deeper = msgspec.structs.replace(SPEC, layers=99)
-    assert scratch_bytes(deeper, BACKEND, 10, 3) == least  # layers take turns
+    assert scratch(deeper, BACKEND, 10, 3) == least  # layers take turns
 
 
 def group(window: int, page_bytes: int) -> CacheGroup:
@@ -59,15 +71,16 @@ def group(window: int, page_bytes: int) -> CacheGroup:
 
 
 def test_pages_of_a_window_group_stop_growing() -> None:
-    found = sizes(SPEC, BACKEND, [group(0, 1000), group(100, 700)], 3, 128, steps_in_flight=2)
+    found = alone([group(0, 1000), group(100, 700)], 3, 128)
     most = 3 * (2 * 2 + 3) + 4  # windows of 2 pages, 4 pages of tokens in flight
     assert found.pages(5) == [6, 6]
     assert found.pages(500) == [501, 1 + most]
     assert found.kv(500) == 501 * 1000 + (1 + most) * 700
+    one = Pool("here", 0, 0, (found,))
     for columns in (0, 1, most, 500):
-        needed = found.growing(columns)
-        assert found.columns(needed) == columns
-        assert found.columns(needed - 1) == max(0, columns - 1)
+        needed = found.growing(columns) + found.fixed
+        assert replace(one, available=needed).columns(False) == columns
+        assert replace(one, available=needed - 1).columns(False) == max(0, columns - 1)
 
 
 def test_a_window_pool_holds_what_its_slots_read() -> None:
@@ -75,7 +88,7 @@ def test_a_window_pool_holds_what_its_slots_read() -> None:
     for window in (1, 24, 63, 64, 65, 512, 1000):
         pool = group(window, 1)
         for slots, batch in ((1, 64), (4, 512), (8, 100)):
-            most = sizes(SPEC, BACKEND, [pool], slots, batch, steps_in_flight=2).most[0]
+            most = alone([pool], slots, batch).most[0]
             live = 0
             for slot in range(slots):
                 tokens = 2 * batch - slots + 1 if slot == 0 else 1
