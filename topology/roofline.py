@@ -18,8 +18,8 @@ from voltapile.topology.spec import Spec
 
 ROWS_AT_ONCE = 32  # tokens for which the engine of few rows reads a weight once
 MANY_ROWS = 96  # of a prompt, from which on a weight is unpacked to halves for cuBLAS
-LAYER_LAUNCHES, STEP_LAUNCHES = 8, 9  # of a decode step
-MANY_LAYER_LAUNCHES = 26  # of a prompt's layer, with its weights unpacked
+LAYER_LAUNCHES, STEP_LAUNCHES = 8, 8  # of a decode step
+MANY_LAYER_LAUNCHES = 30  # of a prompt's layer, with its weights unpacked
 
 # Part of a card's name: (bytes a second that a plain read reaches, fp16 tensor FLOP/s that a large
 # product reaches). H200: measured for this project. V100: what public work reports, the middle of

@@ -19,8 +19,8 @@ from voltapile.kernels.ops import MAX_FETCHES
 
 ALIGNMENT = 256
 BLOCK = 64 << 20  # weights that are smaller share a block of this size
-CHUNK = 8 << 20  # of a weight, on its way through pinned memory
-LANES = 4
+CHUNK = 2 << 20  # of a weight, on its way through pinned memory
+LANES = 8
 RING = 4 << 20  # pinned bytes for small uploads
 PARCEL = 1 << 20  # pinned bytes of one fetch
 
@@ -167,36 +167,35 @@ class Uploader:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lanes: list[Lane] = []
+        self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+        self._threads: ThreadPoolExecutor | None = None
 
     def send(self, target: int, data: np.ndarray) -> None:
         """data: contiguous uint8. Later kernels see it; `data` is free when this returns."""
-        if not self._lanes:
+        if self._threads is None:
             self._lanes = [Lane(self._device, CHUNK) for _ in range(LANES)]
-        starts = range(0, data.nbytes, CHUNK)
-        if len(starts) == 1:
-            self._lanes[0].send(target, data)
-        else:
-            self._send_chunks(target, data, starts)
-        for lane in self._lanes:
-            self._device.wait_for(lane)
+            for lane in self._lanes:
+                self._free.put(lane)
+            self._threads = ThreadPoolExecutor(LANES, "upload")
 
-    def close(self) -> None:
-        """Give the pinned memory back."""
-        self._device.synchronize()
-        self._lanes.clear()
-
-    def _send_chunks(self, target: int, data: np.ndarray, starts: range) -> None:
-        free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
-        for lane in self._lanes:
-            free.put(lane)
-
-        def send(start: int) -> None:
-            lane = free.get()
+        def send(start: int) -> Lane:
+            lane = self._free.get()
             try:
                 lane.send(target + start, data[start : start + CHUNK])
             finally:
-                free.put(lane)
+                self._free.put(lane)
+            return lane
 
-        with ThreadPoolExecutor(LANES) as pool:
-            for _ in pool.map(send, starts):
-                pass
+        starts = range(0, data.nbytes, CHUNK)
+        used = self._threads.map(send, starts) if len(starts) > 1 else map(send, starts)
+        for lane in set(used):
+            self._device.wait_for(lane)
+
+    def close(self) -> None:
+        """Give threads and pinned memory back."""
+        self._device.synchronize()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+        self._lanes.clear()
+        self._free = queue.SimpleQueue()

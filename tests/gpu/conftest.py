@@ -59,9 +59,15 @@ def cuda_engine(ptx: Path | None, plan_for: Callable[..., Any]) -> Iterator[Call
 
 
 @pytest.fixture(autouse=True)
-def _fresh_scratch(request: pytest.FixtureRequest) -> None:
-    if "cuda" in request.fixturenames:
-        request.getfixturevalue("cuda").reset_scratch()
+def _fresh_scratch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Also ends the threads that upload."""
+    if "cuda" not in request.fixturenames:
+        yield
+        return
+    ops = request.getfixturevalue("cuda")
+    ops.reset_scratch()
+    yield
+    ops.prepare(lambda: None)
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Enough of cupy to load a model on a GPU that is not there: memory is counted, kernels do nothing.
+"""Enough of cupy to load a model on a GPU that is not there: memory is counted, kernels do nothing
+and copies nothing either, unless both of their ends are the host's (`copies`).
 
 `install` puts it in the place of cupy until the test ends. What asks the driver for memory is a
 request; the GPU refuses one that is too large for what is free, or the one numbered `refused`.
@@ -39,8 +40,8 @@ class CUBLASError(Failure):
 class Gpu:
     """The one GPU. requests: what asked for memory so far."""
 
-    def __init__(self, total: int = 64 << 30, refused: int = -1) -> None:
-        self.total, self.refused = total, refused
+    def __init__(self, total: int = 64 << 30, refused: int = -1, copies: bool = False) -> None:
+        self.total, self.refused, self.copies = total, refused, copies
         self.used: dict[int, int] = {}
         self.host: dict[int, Any] = {}
         self.requests: list[str] = []
@@ -76,6 +77,10 @@ class Gpu:
         self.host[ctypes.addressof(buffer)] = buffer
         return ctypes.addressof(buffer)
 
+    def copy(self, target: int, source: int, nbytes: int, *_: Any) -> None:
+        if self.copies:
+            ctypes.memmove(target, source, nbytes)
+
     def properties(self, number: int) -> dict[str, Any]:
         facts = {"name": b"A card", "major": 7, "minor": 0, "multiProcessorCount": 80}
         return {**facts, "totalGlobalMem": self.total}
@@ -108,7 +113,7 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     runtime = SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError, setDevice=_nothing, getDeviceProperties=gpu.properties,
         getDeviceCount=lambda: 1, malloc=gpu.malloc, free=gpu.give_back, hostAlloc=gpu.host_alloc,
-        freeHost=gpu.host.pop, memGetInfo=lambda: (gpu.free, gpu.total), memcpyAsync=_nothing,
+        freeHost=gpu.host.pop, memGetInfo=lambda: (gpu.free, gpu.total), memcpyAsync=gpu.copy,
         memsetAsync=_nothing, streamCaptureModeRelaxed=2,
     )  # fmt: skip
 

@@ -6,11 +6,8 @@ All of it on a GPU that is not there. The same loads are held against the Plan.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -30,22 +27,8 @@ from voltapile.workers.protocol import Row, Step
 MODELS = ["llama", "qwen3", "gemma3"]
 
 
-def _fake_cupy() -> ModuleType:
-    path = Path(__file__).with_name("fake_cupy.py")
-    spec = importlib.util.spec_from_file_location("cuda_tests_fake_cupy", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fake_cupy = _fake_cupy()
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+def gpu(fake_cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A GPU that is not there, whose kernels need no compiler."""
     made = fake_cupy.Gpu()
     fake_cupy.install(monkeypatch, made)
@@ -156,7 +139,7 @@ def test_a_card_that_others_use_ends_a_command_with_exit_code_1(
     assert "; the plan has weights " in last
 
 
-def test_other_errors_come_out_as_they_are(gpu: Any) -> None:
+def test_other_errors_come_out_as_they_are(fake_cupy: Any, gpu: Any) -> None:
     from voltapile.kernels.cuda import device
 
     with pytest.raises(fake_cupy.CUDARuntimeError, match="700"), device.room_for("anything"):
