@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -125,6 +126,21 @@ class Driver:
             free.extend(pages)
         self.step([], [slot])
 
+    def poison(self, layer: int, slot: int) -> None:
+        """Make the first position's values of a slot's first page NaN in one layer."""
+        engine, other = self.engine, self.engine.plan.slots - 1
+        group = engine.plan.caches[0]
+        assert other not in self.held
+        engine.caches.append(other, [[self.held[slot][0][0]]])
+        batch = engine.buffer.fill([Row(slot=other, tokens=np.zeros(1, np.int32))])
+        keys = engine.ops.zeros((1, group.kv_heads * group.key_dim), np.float32)
+        values = engine.ops.zeros((1, group.kv_heads * group.value_dim), np.float32)
+        engine.ops.upload(values, np.full(values.shape, np.nan, np.float32))
+        engine.ops.reset_scratch()
+        engine.ops.store_kv(engine.caches.layers[layer].kv, keys, values, batch, 0)
+        engine.ops.synchronize()
+        engine.caches.release(other)
+
     def generate(
         self, prompt: Sequence[int], count: int, slot: int = 0, chunk: int = 0, **sampling: Any
     ) -> list[int]:
@@ -142,6 +158,42 @@ class Driver:
 @pytest.fixture
 def drive() -> Callable[[Engine], Driver]:
     return Driver
+
+
+@pytest.fixture(scope="session")
+def with_outliers() -> Callable[[Path, Path], Path]:
+    """with_outliers(source, target) -> target, a model of float16 whose activations have them."""
+
+    def make(source: Path, target: Path) -> Path:
+        """The same function in exact numbers: a channel of each norm is 1,000 times larger, and the
+        matching column of what reads it so much smaller."""
+        readers = {"attn_norm": ("attn_q", "attn_k", "attn_v"), "ffn_norm": ("ffn_gate", "ffn_up")}
+        shutil.copyfile(source, target)
+        with Gguf.open(source) as gguf:
+            tensors = {name: (t, gguf.data(name).copy()) for name, t in gguf.tensors.items()}
+        with target.open("r+b") as file:
+
+            def store(name: str, values: np.ndarray) -> None:
+                file.seek(tensors[name][0].offset)
+                file.write(values.tobytes())
+
+            for name, (_, data) in tensors.items():
+                block, _, rest = name.removesuffix(".weight").rpartition(".")
+                if rest not in readers:
+                    continue
+                scales = data.view(np.float32).copy()
+                channel = int(scales.argmax())
+                scales[channel] *= 1000
+                store(name, scales)
+                for reader in readers[rest]:
+                    tensor, raw = tensors[f"{block}.{reader}.weight"]
+                    kind = {"F16": np.float16, "F32": np.float32}[tensor.type_name]
+                    matrix = raw.view(kind).reshape(tensor.shape).copy()
+                    matrix[:, channel] /= 1000
+                    store(f"{block}.{reader}.weight", matrix)
+        return target
+
+    return make
 
 
 def _children() -> set[str]:

@@ -8,14 +8,12 @@ quantised; and the same for a model whose activations have outliers.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.shm.gguf import Gguf
 from voltapile.workers.protocol import Row, Sampled, Sampling, Step, Want
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -89,39 +87,14 @@ def test_kl_mini(mini: Path, engine_for: Make, cuda_engine: Make, model: str) ->
     assert found <= NOT_QUANTISED_KL
 
 
-def with_outliers(source: Path, target: Path) -> Path:
-    """The same function in exact numbers: a channel of each norm is 1,000 times larger, and the
-    matching column of what reads it so much smaller."""
-    readers = {"attn_norm": ("attn_q", "attn_k", "attn_v"), "ffn_norm": ("ffn_gate", "ffn_up")}
-    shutil.copyfile(source, target)
-    with Gguf.open(source) as gguf:
-        tensors = {name: (t, gguf.data(name).copy()) for name, t in gguf.tensors.items()}
-    with target.open("r+b") as file:
-
-        def store(name: str, values: np.ndarray) -> None:
-            file.seek(tensors[name][0].offset)
-            file.write(values.tobytes())
-
-        for name, (_, data) in tensors.items():
-            block, _, rest = name.removesuffix(".weight").rpartition(".")
-            if rest not in readers:
-                continue
-            scales = data.view(np.float32).copy()
-            channel = int(scales.argmax())
-            scales[channel] *= 1000
-            store(name, scales)
-            for reader in readers[rest]:
-                tensor, raw = tensors[f"{block}.{reader}.weight"]
-                kind = {"F16": np.float16, "F32": np.float32}[tensor.type_name]
-                matrix = raw.view(kind).reshape(tensor.shape).copy()
-                matrix[:, channel] /= 1000
-                store(f"{block}.{reader}.weight", matrix)
-    return target
-
-
 @pytest.mark.parametrize("model", MINI[:3])
 def test_kl_with_outliers(
-    mini: Path, tmp_path: Path, engine_for: Make, cuda_engine: Make, model: str
+    mini: Path,
+    tmp_path: Path,
+    with_outliers: Make,
+    engine_for: Make,
+    cuda_engine: Make,
+    model: str,
 ) -> None:
     path = with_outliers(mini / model / "model-f16.gguf", tmp_path / "outliers.gguf")
     found = divergence(engine_for(path), cuda_engine(path), mini / model)
@@ -230,3 +203,26 @@ def test_steps_submitted_ahead_give_the_same(mini: Path, cuda_engine: Make, driv
         found += engine.collect(pending.pop(0)).rows[0].tokens
     found += engine.collect(pending.pop()).rows[0].tokens
     assert found == expected
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_a_row_that_is_not_finite_ends_with_the_layer_named(
+    mini: Path, cuda_engine: Make, drive: Make, prompts: list[list[int]], kv: str
+) -> None:
+    """The other row goes on as if it were alone."""
+    path = mini / "qwen3" / "model-f16.gguf"
+    driver = drive(cuda_engine(path, cache_type_k=kv, cache_type_v=kv))
+    expected = driver.generate(prompts[1], 3)
+    driver.step(driver.start(0, prompts[0], 4))
+    tokens = list(driver.step(driver.start(1, prompts[1], 4))[0].tokens)
+    driver.poison(layer=2, slot=0)
+    answers = driver.step([Row(slot=0), Row(slot=1)])
+    assert (answers[0].finish, answers[0].tokens) == ("error", [])
+    assert answers[0].error == "rank 0: non-finite logits (in layer 2)"
+    tokens += answers[1].tokens
+    answers = driver.step([Row(slot=0), Row(slot=1)])
+    assert answers[0].tokens == []
+    assert tokens + answers[1].tokens == expected

@@ -346,7 +346,7 @@ def test_a_bad_number_is_that_requests_error(engine: Any, drive: Make) -> None:
     expected = driver.generate(PROMPTS[1], 4, slot=1)
     driver.step(driver.start(0, PROMPTS[0], 4))
     tokens = list(driver.step(driver.start(1, PROMPTS[1], 4))[0].tokens)
-    poison(engine, layer=2, page=driver.held[0][0][0])
+    driver.poison(layer=2, slot=0)
     answers = driver.step([Row(slot=0), Row(slot=1)])
     assert answers[0].finish == "error"
     assert answers[0].tokens == []
@@ -370,7 +370,7 @@ def test_a_step_may_be_submitted_ahead(engine: Any, drive: Make, is_taken: bool)
     steps = [Step(id=2, rows=[Row(slot=0), *rows])]
     steps += [Step(id=3, rows=[Row(slot=0), Row(slot=1)])]
     first = engine.submit(steps[0])
-    poison(engine, layer=2, page=driver.held[0][0][0])
+    driver.poison(layer=2, slot=0)
     second = engine.submit(steps[1])
     last = Step(id=4)
     if is_taken:
@@ -400,21 +400,6 @@ def test_ahead_gives_the_same(engine: Any, drive: Make) -> None:
         found += engine.collect(pending.pop(0)).rows[0].tokens
     found += engine.collect(pending.pop()).rows[0].tokens
     assert found == expected
-
-
-def poison(engine: Any, layer: int, page: int) -> None:
-    """Overwrite one position's values by way of the Ops' own store_kv."""
-    group = engine.plan.caches[0]
-    slot = 3
-    engine.caches.append(slot, [[page]])
-    batch = engine.buffer.fill([Row(slot=slot, tokens=np.zeros(1, np.int32))])
-    keys = engine.ops.zeros((1, group.kv_heads * group.key_dim), np.float32)
-    values = engine.ops.zeros((1, group.kv_heads * group.value_dim), np.float32)
-    engine.ops.upload(values, np.full(values.shape, np.nan, np.float32))
-    engine.ops.reset_scratch()
-    engine.ops.store_kv(engine.caches.layers[layer].kv, keys, values, batch, 0)
-    engine.ops.synchronize()
-    engine.caches.release(slot)
 
 
 def test_a_step_without_rows(engine: Any) -> None:
