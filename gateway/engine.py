@@ -116,8 +116,8 @@ class Engine:
         self._sent_at = 0.0  # when the oldest Step in flight left
         self._alive_at = time.monotonic()  # when workers were started or ready
         self._has_answered = False  # a Result came since the workers were ready
-        self._was_ready = False
-        self._is_explained = False  # the last loss was one request's fault, and it has ended
+        self._was_ready = False  # workers have been, at any time
+        self._have_loaded = False  # these workers have
         self._failure = ""  # what the workers said before they ended
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -273,7 +273,8 @@ class Engine:
         self._ready[name] = ready.instance
         if len(self._ready) == len(self._names):
             self._health = Health("ok")
-            self._has_answered, self._was_ready, self._failure = False, True, ""
+            self._has_answered, self._failure = False, ""
+            self._was_ready = self._have_loaded = True
             self._alive_at = time.monotonic()
             self._pump()
 
@@ -302,7 +303,6 @@ class Engine:
         for request in self._scheduler.reset():
             log.error("request %d ends: it was running at each crash", request.id)
             self._end(request, Chunk(finish="error", error=f"{reason} (twice in this request)"))
-            self._is_explained = True
         self._ready.clear()
         self._health = Health("loading", "restarting", 0.0, reason)
 
@@ -331,7 +331,7 @@ class Engine:
         """Start the workers, and start them again when they end."""
         while self._health.status != "failed":
             self._failure, self._alive_at = "", time.monotonic()
-            self._is_explained = False
+            self._have_loaded = False
             try:
                 await supervisor.start()
                 reason = await supervisor.wait()
@@ -340,8 +340,7 @@ class Engine:
                 reason = f"cannot start the worker: {error}"
             if not self._failure:  # nobody has noticed yet
                 self._lose(reason)
-            now = time.monotonic()
-            pause = self._restarts.pause if self._is_explained else self._restarts.next_pause(now)
+            pause = self._restarts.next_pause(time.monotonic(), self._have_loaded)
             if pause is not None:
                 await asyncio.sleep(pause)
             elif self._health.status != "failed":

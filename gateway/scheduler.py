@@ -24,7 +24,8 @@ from voltapile.gateway.budget import Budget
 from voltapile.gateway.costs import Load
 from voltapile.gateway.queues import Queues
 from voltapile.gateway.request import Chunk, Refused, Request, State
-from voltapile.gateway.tables import PageTables
+from voltapile.gateway.suspects import Suspects
+from voltapile.gateway.tables import PageTables, Table
 from voltapile.topology.plan import Plan
 from voltapile.workers.protocol import (
     CONTINUE,
@@ -40,7 +41,6 @@ from voltapile.workers.protocol import (
 
 ALIGNMENT = 64  # prefill chunks end at absolute multiples of it, so that bits do not vary
 LOOK_AHEAD = 8  # requests of a client that are looked at for one that can begin
-MOST_CRASHES = 2  # of the worker that are put down to a request before it ends
 
 
 @dataclass
@@ -51,6 +51,7 @@ class Flight:
     load: Load
     # By slot: the rows that will answer. None: the answer is of no use.
     sampling: dict[int, Request | None] = field(default_factory=dict)
+    silent: list[Request] = field(default_factory=list)  # of the rows that will not
 
 
 class Scheduler:
@@ -73,6 +74,7 @@ class Scheduler:
         self.in_flight: deque[Flight] = deque()
         self.preemptions = 0
         self.cached_tokens = 0  # of all prompts
+        self._suspects = Suspects()
         self._stuck: Request | None = None  # nobody later gets a slot before this one has pages
         self._slots = list(range(slots - 1, -1, -1))
         self._releases: list[int] = []  # slots that the next Step sets free at the workers
@@ -130,7 +132,8 @@ class Scheduler:
         The next Step still releases the slots, in case that it is the same worker after all.
         Returns requests that end here, since they alone were there each time.
         """
-        culprits = self._suspects() if self.in_flight else []
+        rows = [row for each in self.in_flight for row in (*each.sampling.values(), *each.silent)]
+        culprits = self._suspects.accuse(rows)
         self.in_flight.clear()
         for request in reversed(self.running):
             self._leave_slot(request, State.WAITING)
@@ -159,18 +162,21 @@ class Scheduler:
             return None
         flight = Flight(self._next_step, Load())
         rows = []
-        for request in self.running[:]:
+        running = self._isolated() if self._suspects else self.running
+        for request in running[:]:
             if self._can_continue(request) and (row := self._continue(request)) is not None:
                 rows.append(row)
                 flight.sampling[row.slot] = request
         flight.load.decodes = len(rows)
-        ends = self.budget.share_out(self.running, self.waiting.clients, len(rows), self._admit)
+        ends = self.budget.share_out(running, self.waiting.clients, len(rows), self._admit)
         for request, end in ends.items():
             flight.load.add(request.computed, end)
             if (row := self._prefill(request, end)) is not None:
                 rows.append(row)
                 if row.sample:
                     flight.sampling[row.slot] = request
+                else:
+                    flight.silent.append(request)
         if not rows:
             return None
         for request in ends:  # later Steps may share what this one computes
@@ -216,8 +222,8 @@ class Scheduler:
                 self._retry(request)
                 return None
         request.known += row.tokens
-        if len(request.known) > request.crashed_at:
-            request.crashes = 0
+        if request.crashes:
+            self._suspects.has_tokens(request)
         if request.state is State.RUNNING and row.finish != "error":
             # After the last token nothing is computed, whatever Steps in flight ask for.
             known = len(request.known) - 1 if row.finish else len(request.known)
@@ -284,10 +290,10 @@ class Scheduler:
         One page more for each running request stays free, or the next steps would preempt it. One
         for which there are not enough pages keeps others from taking them away.
         """
-        if not self._slots:
+        if not self._slots or self._suspects:
             return None
         for request in islice(self.waiting.of(client), LOOK_AHEAD):
-            if request.ahead or self._is_behind_stuck(request) or self._must_wait(request):
+            if request.ahead or self._is_behind_stuck(request):
                 return None
             computed, shared = self.tables.prefix(request)
             rest = len(request.known) - computed
@@ -297,23 +303,23 @@ class Scheduler:
                 continue
             if min(rest, self.alignment) > tokens:
                 return None
-            if not self.tables.begin(request, computed, shared, len(self.running)):
-                if self.running:
-                    self._stuck = request
-                    return None
-                # Shared pages and those of a whole window may be too many, even for one.
-                has_begun = self.tables.begin(request, 0, [[] for _ in shared], 0)
-                assert has_begun, "alone it fits, which `add` has checked"
-            self._enter_slot(request)
-            return request
+            return request if self._begin(request, computed, shared) else None
         return None
+
+    def _begin(self, request: Request, computed: int, shared: Table) -> bool:
+        """Give it a slot, if there are pages."""
+        if not self.tables.begin(request, computed, shared, len(self.running)):
+            if self.running:
+                self._stuck = request
+                return False
+            # Shared pages and those of a whole window may be too many, even for one.
+            has_begun = self.tables.begin(request, 0, [[] for _ in shared], 0)
+            assert has_begun, "alone it fits, which `add` has checked"
+        self._enter_slot(request)
+        return True
 
     def _is_behind_stuck(self, request: Request) -> bool:
         return self._stuck is not None and self._stuck.id < request.id
-
-    def _must_wait(self, request: Request) -> bool:
-        """Those that may have killed the worker run one at a time until they are past it."""
-        return request.crashes > 0 and any(other.crashes > 0 for other in self.running)
 
     def _is_underway(self, request: Request, computed: int) -> bool:
         """The next block of its prefix is being computed for somebody else."""
@@ -360,6 +366,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
             request.state = State.FINISHED
+        self._suspects.remove(request)
         if request is self._stuck:
             self._stuck = None
         del self._by_id[request.id]
@@ -376,12 +383,16 @@ class Scheduler:
         if request.state is State.RUNNING:
             self._preempt(request)
 
-    def _suspects(self) -> list[Request]:
-        """Count the crash against all that were being computed; returns who must have done it."""
-        suspects = [request for request in self.running if not request.is_new]
-        suspects += [request for request in self.waiting if request.ahead]
-        for request in suspects:
-            request.crashes += 1
-            request.crashed_at = max(request.crashed_at, request.computed, request.total - 1)
-        guilty = [request for request in suspects if request.crashes >= MOST_CRASHES]
-        return guilty if len(guilty) == 1 else []
+    def _isolated(self) -> list[Request]:
+        """What the next Step may compute: a suspect alone, until it is past where it crashed.
+
+        All others only while no suspect can get a slot."""
+        for request in self.running:
+            if request in self._suspects:
+                return [request]
+        if self._slots and self.in_flight:
+            return []  # of others: they would be blamed together
+        first = self._suspects.first
+        if self._slots and self._begin(first, *self.tables.prefix(first)):
+            return [first]
+        return self.running

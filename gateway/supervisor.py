@@ -1,7 +1,7 @@
 """Supervisor: starts worker processes, sees them end, and ends them.
 
-A process is born, dies with a reason (its last words on standard error), and may be born again a
-few times; `Restarts` says when that is enough. It knows neither messages nor models: the engine
+A process is born, dies with a reason (its last words on standard error), and may be born again;
+`Restarts` says when. It knows neither messages nor models: the engine
 asks a worker to stop, the supervisor only sends signals.
 """
 
@@ -138,20 +138,29 @@ class Pulse:
 
 
 class Restarts:
-    """At most `limit` restarts in `window` seconds, each after a longer pause than the last."""
+    """Whether and when to start again. Each restart within `window` seconds waits longer.
 
-    def __init__(self, limit: int = 3, window: float = 60.0, pause: float = 0.25) -> None:
-        self.limit, self.window, self.pause = limit, window, pause
+    A worker that has been ready is always started again: it was something that it met, and the
+    next one meets it alone or not at all. One that has not is started `limit` times in a row.
+    """
+
+    def __init__(
+        self, limit: int = 3, window: float = 60.0, pause: float = 0.25, longest: float = 4.0
+    ) -> None:
+        self.limit, self.window, self.pause, self.longest = limit, window, pause, longest
         self._times: deque[float] = deque()
+        self._failures = 0
 
-    def next_pause(self, now: float) -> float | None:
+    def next_pause(self, now: float, was_ready: bool) -> float | None:
         """Seconds to wait before starting again at time `now`; None: do not."""
+        self._failures = 0 if was_ready else self._failures + 1
+        if self._failures > self.limit:
+            return None
         while self._times and now - self._times[0] > self.window:
             self._times.popleft()
-        if len(self._times) >= self.limit:
-            return None
+        pause = self.pause * 2 ** len(self._times)
         self._times.append(now)
-        return float(self.pause * 4 ** (len(self._times) - 1))
+        return float(min(pause, self.longest))
 
 
 class Supervisor:

@@ -1,7 +1,7 @@
 """A worker without a model: speaks the protocol and gives tokens that depend on all before them.
 
 As a program: python fake_worker.py PLAN [--step-seconds S] [--heartbeat FILE] [--fail REASON]
-[--die CODE] [--die-at STEP] [--poison TOKEN] [--load-seconds S]
+[--die CODE] [--die-if FILE] [--die-at STEP] [--poison TOKEN] [--load-seconds S]
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def main() -> int:
     parser.add_argument("--heartbeat", type=Path)
     parser.add_argument("--fail", default="")
     parser.add_argument("--die", type=int)
+    parser.add_argument("--die-if", type=Path, help="if it is there when loading")
     parser.add_argument("--die-at", type=int, default=-1)
     parser.add_argument("--poison", type=int, default=-1)
     parser.add_argument("--load-seconds", type=float, default=0.0)
@@ -124,6 +125,8 @@ def main() -> int:
     if args.die is not None:
         print("the last words", file=sys.stderr)
         return int(args.die)
+    if args.die_if and args.die_if.exists():
+        return 4
     if args.fail:
         socket.send_multipart(encode(Failed(name="text-0", reason=args.fail)))
         return 1

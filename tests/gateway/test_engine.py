@@ -262,18 +262,38 @@ async def test_a_worker_that_dies_loading_is_tried_a_few_times(plan: Plan, tmp_p
 async def test_streams_end_with_an_error_when_the_engine_gives_up(
     plan: Plan, tmp_path: Path
 ) -> None:
+    broken = tmp_path / "broken"
+    options = ("--die-if", str(broken), "--step-seconds", "0.02")
     restarts = Restarts(limit=1, pause=0.01)
-    options = ("--die-at", "9", "--step-seconds", "0.02")
     async with spawned(plan, tmp_path, *options, restarts=restarts) as (engine, supervisor):
         await until(is_ok(engine))
         stream = engine.submit([1], Sampling())
-        first = await anext(stream)
-        await until(lambda: engine.stats().restarts == 1)
-        await until(is_ok(engine))
+        await anext(stream)
+        broken.touch()
         os.kill(supervisor.pids[0], signal.SIGKILL)
-        tokens, finish = await collect(stream)
-        assert finish.startswith("errorthe worker was ended by SIGKILL")
-        assert first.tokens + tokens == fake.alone([1], 1 + len(tokens))
+        finish = (await collect(stream))[1]
+        assert finish.startswith("errorthe worker ended with exit code 4")
+        assert engine.health.status == "failed"
+        assert engine.health.reason.startswith("the worker ended with exit code 4")
+        assert engine.stats().restarts == 3  # of a ready one, and twice when loading
+
+
+async def test_any_number_of_poisonous_requests(plan: Plan, tmp_path: Path) -> None:
+    options = ("--poison", "599", "--step-seconds", "0.02")
+    restarts = Restarts(2, pause=0.01, longest=0.02)
+    async with spawned(plan, tmp_path, *options, restarts=restarts) as (engine, _):
+        await until(is_ok(engine))
+        reading = asyncio.create_task(collect(engine.submit([5, 6], Sampling(max_position=252))))
+        bad = []
+        for i in range(6):
+            await until(is_ok(engine))
+            bad.append(engine.submit([i, 599], Sampling(max_position=50)))
+        ends = [await collect(stream) for stream in bad]
+        assert all("twice in this request" in finish for _, finish in ends)
+        assert not reading.done()
+        assert await reading == (fake.alone([5, 6], 250), "length")
+        assert engine.health.status == "ok"
+        assert engine.stats().restarts >= 7
 
 
 async def test_leaving_ends_streams_and_processes(plan: Plan, tmp_path: Path) -> None:

@@ -774,6 +774,65 @@ def test_who_kills_the_worker_twice_ends_and_others_go_on(count: int) -> None:
     assert {world.finish[request.id] for request in bad} == {"crash"}
 
 
+def test_who_comes_beside_a_suspect_is_not_its_company() -> None:
+    """Or one that two poisons meet would be blamed for the second."""
+    world = World(make_plan(context=256, slots=6, pages=(400,), batch_tokens=70))
+    good = world.add(prompt_of(100), max_position=250)
+    bad = []
+    for seed in range(4):
+        prompt = [*prompt_of(20, seed=seed), VOCAB]
+        bad.append(world.add(prompt, max_position=200, client=f"{seed}"))
+        for _ in range(10):
+            world.send()
+            if world.sent and any(VOCAB in row.tokens for row in world.sent[0].rows):
+                world.crash()
+                break
+            world.work(), world.receive()
+    killed_by(world, {VOCAB}, 8)
+    assert world.finish[good.id] == "length"
+    assert {world.finish[request.id] for request in bad} == {"crash"}
+
+
+def test_a_suspect_is_computed_alone_until_it_is_past_it() -> None:
+    world = World(make_plan(context=256, slots=3, pages=(400,)))
+    requests = [world.add(prompt_of(5, seed=i), max_position=60) for i in range(3)]
+    for _ in range(10):
+        world.send(), world.work(), world.receive()
+    world.send()
+    world.crash()
+    late = world.add([1], max_position=10)
+    known = {request.id: len(request.known) for request in requests}
+    alone_in = []
+    while any(request.crashes for request in requests):
+        world.send()
+        if world.sent:
+            alone_in.append(len(world.sent[-1].rows))
+        world.work(), world.receive()
+        assert late.state is State.WAITING
+    assert set(alone_in) == {1}
+    assert all(len(request.known) > known[request.id] for request in requests)
+    world.run()
+    assert set(world.finish.values()) == {"length"}
+
+
+def test_a_suspect_waits_for_a_slot_while_others_go_on() -> None:
+    """Three suspects and two slots: one had been preempted while its token was on its way."""
+    plan = make_plan(context=64, slots=3, pages=(8,), page_tokens=(16,))
+    world = World(plan)
+    requests = [world.add(prompt_of(20, seed=i), max_position=60) for i in range(3)]
+    for n in range(200):
+        world.send()
+        if n % 3 == 0:
+            world.work(), world.receive()
+        if any(request.ahead for request in world.scheduler.waiting):
+            break
+    else:
+        pytest.fail("nobody was preempted like that")
+    world.crash()
+    world.run()
+    assert {world.finish[request.id] for request in requests} == {"length"}
+
+
 def test_suspects_are_told_apart_by_running_one_at_a_time() -> None:
     world = World(make_plan(context=256, slots=6, pages=(400,)))
     good = [world.add(prompt_of(5, seed=i), max_position=50) for i in range(3)]

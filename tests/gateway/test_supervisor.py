@@ -136,12 +136,22 @@ async def test_words_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "hello\n"
 
 
-def test_restarts_are_limited_in_a_window() -> None:
-    restarts = Restarts(limit=3, window=60, pause=0.25)
-    pauses = [restarts.next_pause(now) for now in (0, 1, 2, 3, 59)]
-    assert pauses == [0.25, 1.0, 4.0, None, None]
-    assert restarts.next_pause(61) == 4.0
-    assert restarts.next_pause(1000) == 0.25
+def test_a_worker_that_was_ready_is_always_started_again() -> None:
+    restarts = Restarts(limit=3, window=60, pause=0.25, longest=4.0)
+    pauses = [restarts.next_pause(now, was_ready=True) for now in range(50)]
+    assert pauses[:6] == [0.25, 0.5, 1.0, 2.0, 4.0, 4.0]
+    assert set(pauses[6:]) == {4.0}
+    assert restarts.next_pause(1000, was_ready=True) == 0.25
+
+
+def test_a_worker_that_is_never_ready_is_started_a_few_times() -> None:
+    restarts = Restarts(limit=3)
+    for now in (0, 1000):  # however far apart: it is the same failure
+        states = (False, False, False, True, False, False)
+        assert None not in [restarts.next_pause(now, was_ready) for was_ready in states]
+        restarts.next_pause(now, was_ready=True)
+    pauses = [restarts.next_pause(2000 + 100 * n, was_ready=False) for n in range(5)]
+    assert pauses == [0.25, 0.25, 0.25, None, None]
 
 
 def test_the_plan_file_is_private_and_goes_away(tmp_path: Path) -> None:

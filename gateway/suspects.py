@@ -1,0 +1,48 @@
+"""Suspects: requests that were being computed when the worker was lost, until they are past it.
+
+Whoever was there alone, and had been there before, must have done it. It knows neither slots nor
+Steps: the scheduler tells who was there, and computes suspects one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from voltapile.gateway.request import Request, State
+
+MOST_CRASHES = 2  # of the worker that are put down to a request before it ends
+
+
+class Suspects:
+    def __init__(self) -> None:
+        self._requests: set[Request] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._requests
+
+    @property
+    def first(self) -> Request:
+        return min(self._requests, key=lambda request: request.id)
+
+    def accuse(self, requests: Iterable[Request | None]) -> list[Request]:
+        """The worker was lost while it computed `requests`; returns those that must end."""
+        for request in set(requests):
+            if request is not None and request.state is not State.FINISHED:
+                request.crashes += 1
+                past = max(request.computed, request.total - 1)
+                request.crashed_at = max(request.crashed_at, past)
+                self._requests.add(request)
+        return [request for request in self._requests if request.crashes >= MOST_CRASHES]
+
+    def has_tokens(self, request: Request) -> None:
+        """It has got further: perhaps past where the worker was lost."""
+        if len(request.known) > request.crashed_at:
+            request.crashes = 0
+            self._requests.discard(request)
+
+    def remove(self, request: Request) -> None:
+        """It has ended."""
+        self._requests.discard(request)
