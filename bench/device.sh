@@ -3,12 +3,13 @@
 # Needs no network: bench/pack_device.sh prepares the folder device/ beforehand.
 #
 #     bench/device.sh [STAGE ...]     stages: setup build compile elementwise sample matmul attention
-#                                     model sanitize gpu_matmul gpu_attention bench; default: all but
-#                                     sanitize. setup always runs.
+#                                     model serve sanitize gpu_matmul gpu_attention bench streams
+#                                     startup; default: all but sanitize. setup always runs.
 #
 # A stage that fails is told and the next one runs. Whole logs are in $OUT, where that is set.
 # SELECT is pytest's -k for the test stages, e.g. "native" to leave out the driver's compilation of
-# the Volta source, which takes minutes; MAXFAIL after how many failures a stage stops.
+# the Volta source, which takes minutes; MAXFAIL after how many failures a stage stops. TOOLS: of
+# compute-sanitizer, "memcheck racecheck" where not set; its tests are named in `sanitize` below.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -20,7 +21,8 @@ mkdir -p "$out"
 : > "$log"
 export PYTHONPATH=$site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 python=${PYTHON:-python3}
-all=(build compile elementwise sample matmul attention model gpu_matmul gpu_attention bench)
+all=(build compile elementwise sample matmul attention model serve gpu_matmul gpu_attention bench
+  streams startup)
 stages=("${@:-${all[@]}}")
 summary=()
 
@@ -89,20 +91,43 @@ bench() {
   done
 }
 
+streams() {
+  for model in "$models"/*.gguf; do
+    echo "$(basename "$model")"
+    $python -m voltapile.gateway.cli.main bench -m "$model" --backend cuda --dummy \
+      -p 128 -n 64 -npl "${STREAMS:-1,8,32}" -b 2048 2>> "$out/bench-log.txt"
+  done
+}
+
+# Every kernel at sizes at which the checks of each access cost seconds: all formats in products of
+# few and of many rows, columns that end inside a chunk, both kinds of attention for each width of
+# head and cache type, stores, norms, rope, embedding, the sampler. Left out: whole models, long
+# contexts, statistics, and cuBLAS, which is not ours.
+small="native and not library and not 12288 and not 4096 and not 128-71 and (\
+(test_rows and 37) or columns_that_end or pairs_of_formats or bias_and_residual or test_glu or \
+(test_one_token and (16 or q4_0)) or (test_mixed_steps and 64-9-3) or test_windows_caps or \
+captured_step or test_copy_page or past_the_page or rope_store or test_store or \
+test_rope or test_embed or test_gather or test_rms_norm_of_heads or recorded_step or \
+test_begin or test_finish_codes or test_not_finite or penalties or the_best_come)"
+
+sanitize() {
+  stage "${SANITIZE_SECONDS:-400}" "$1" compute-sanitizer --tool "$1" --error-exitcode 9 \
+    --target-processes all --print-limit 20 "$(command -v "$python")" -m pytest -q -W default \
+    --timeout 0 -p no:cacheprovider tests/gpu -k "$small ${SELECT:+and ($SELECT)}"
+}
+
 run() {
   case $1 in
     setup) stage 120 setup bash -c "$(declare -f setup); python='$python' site='$site' models='$models' root='$root'; setup" ;;
     build) stage 400 build bash -c "$(declare -f build); python='$python'; build" ;;
     compile) stage 300 compile $python -m voltapile.kernels.cuda --arch "$(arch)" ;;
-    elementwise | sample | matmul | attention | model)
+    elementwise | sample | matmul | attention | model | serve)
       stage 500 "$1" bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_$1.py" ;;
-    sanitize)
-      for tool in memcheck racecheck; do
-        stage 500 "sanitize-$tool" compute-sanitizer --tool $tool --error-exitcode 9 $python -m pytest \
-          -q -x -W default tests/gpu -k "not model and not distribution and native" --timeout 0
-      done ;;
+    sanitize) for tool in ${TOOLS:-memcheck racecheck}; do sanitize "$tool"; done ;;
     gpu_matmul | gpu_attention) [ -f "bench/$1.py" ] && stage 200 "$1" $python "bench/$1.py" ;;
-    bench) stage 400 bench bash -c "$(declare -f bench); python='$python' models='$models'; bench" ;;
+    bench | streams)
+      stage 400 "$1" bash -c "$(declare -f bench streams); python='$python' models='$models' out='$out'; $1" ;;
+    startup) stage 200 startup $python bench/gpu_startup.py "$models/${STARTUP:-qwen3-8b-q8}.gguf" --folder /tmp --upload ;;
     *) echo "there is no stage '$1'" ;;
   esac
 }
