@@ -18,8 +18,9 @@ _MEMORY_CLOCK = 2  # NVML_CLOCK_MEM
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU. index: as the driver counts; arch: compute capability as 70, 75, 90. bandwidth: of
-    its memory in bytes a second, by clock and width; 0: the driver does not tell."""
+    """One GPU. index: as the driver counts; arch: compute capability as 70, 75, 90. Bandwidths are
+    bytes a second, 0: unknown; host_bandwidth: of reading its own node's memory. node: of the CPUs
+    that it hangs on, -1: unknown."""
 
     index: int
     name: str
@@ -27,6 +28,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     free_bytes: int
     bandwidth: float = 0.0
+    host_bandwidth: float = 0.0
+    node: int = -1
 
 
 class _Memory(ctypes.Structure):

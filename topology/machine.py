@@ -16,6 +16,9 @@ import msgspec
 from voltapile.topology.cgroup import cpu_limit, memory_limit
 from voltapile.topology.gpu import Gpu, probe_gpus
 
+LINK_KINDS = ("nvlink", "pcie", "host")
+MAX_RATE = 1e14  # bytes a second; above any memory
+
 
 class MachineError(ValueError):
     """A Machine's JSON that cannot be read."""
@@ -29,6 +32,17 @@ class CpuNode(msgspec.Struct, frozen=True, kw_only=True):
     cores: int  # the first `cores` of cpus are distinct physical cores
     memory_bytes: int
     free_bytes: int
+    bandwidth: float = 0.0  # of its memory, bytes a second; 0: unknown
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """How two GPUs reach each other, by their indexes."""
+
+    a: int
+    b: int
+    kind: str  # nvlink | pcie | host: through host memory alone
+    bandwidth: float  # bytes a second in each direction
+    peer: bool = True  # each can read and write the other's memory
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +57,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     available_bytes: int
     cpu_limit: float = 0.0  # CPUs' worth of time that a control group allows; 0: no limit
     gpus: list[Gpu] = []
+    links: list[Link] = []  # of pairs of GPUs; []: unknown
+    disk_bandwidth: float = 0.0  # of the drive with the models, bytes a second; 0: unknown
 
 
 def probe(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Machine:
@@ -73,9 +89,63 @@ def load(path: str | os.PathLike[str]) -> Machine:
         raise MachineError(f"{os.fspath(path)}: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise MachineError(f"{os.fspath(path)}: not a machine: {error}") from None
-    if machine.version != 1 or not any(node.cpus for node in machine.nodes):
-        raise MachineError(f"{os.fspath(path)}: expected a machine of version 1 with CPUs")
+    if fault := _fault(machine):
+        raise MachineError(f"{os.fspath(path)}: {fault}: correct the file")
     return machine
+
+
+def islands(machine: Machine) -> list[list[int]]:
+    """Groups of GPUs, by place in the list, within which each reaches another's memory over NVLink,
+    or over PCIe where there is no NVLink. One group where links are unknown."""
+    places = {gpu.index: place for place, gpu in enumerate(machine.gpus)}
+    if not machine.links:
+        return [list(places.values())] if places else []
+    fast = [link for link in machine.links if link.peer and link.kind == "nvlink"]
+    fast = fast or [link for link in machine.links if link.peer]
+    groups = {place: {place} for place in places.values()}
+    for link in fast:
+        if link.a in places and link.b in places:
+            joined = groups[places[link.a]] | groups[places[link.b]]
+            groups |= dict.fromkeys(joined, joined)
+    return sorted({tuple(sorted(group)): sorted(group) for group in groups.values()}.values())
+
+
+def _fault(machine: Machine) -> str:
+    """What cannot be true of a written Machine; "" where nothing is found."""
+    if machine.version != 1 or not any(node.cpus for node in machine.nodes):
+        return "expected a machine of version 1 with CPUs"
+    for node in machine.nodes:
+        if not 0 <= node.cores <= len(node.cpus) or len(set(node.cpus)) < len(node.cpus):
+            return f"node {node.id} has {node.cores} cores, but CPUs {node.cpus}"
+    ids = [node.id for node in machine.nodes]
+    indexes = [gpu.index for gpu in machine.gpus]
+    for what, numbers in (("node", ids), ("GPU", indexes)):
+        if twice := [each for each in numbers if numbers.count(each) > 1]:
+            return f"{what} {twice[0]} is there twice"
+    sizes = {"this machine": (machine.available_bytes, machine.memory_bytes)}
+    sizes |= {f"node {node.id}": (node.free_bytes, node.memory_bytes) for node in machine.nodes}
+    sizes |= {f"GPU {gpu.index}": (gpu.free_bytes, gpu.memory_bytes) for gpu in machine.gpus}
+    for what, (free, total) in sizes.items():
+        if not 0 <= free <= total or total == 0:
+            return f"{what} has {total} bytes of memory, {free} of them free"
+    rates = [node.bandwidth for node in machine.nodes] + [link.bandwidth for link in machine.links]
+    rates += [rate for gpu in machine.gpus for rate in (gpu.bandwidth, gpu.host_bandwidth)]
+    if any(not 0 <= rate < MAX_RATE for rate in [*rates, machine.disk_bandwidth]):
+        return f"a bandwidth is not between 0 and {MAX_RATE:.0e} bytes a second"
+    return _link_fault(machine, indexes)
+
+
+def _link_fault(machine: Machine, indexes: list[int]) -> str:
+    pairs = []
+    for link in machine.links:
+        if link.kind not in LINK_KINDS:
+            return f"link {link.a}-{link.b} is {link.kind!r}, expected {', '.join(LINK_KINDS)}"
+        pairs.append((min(link.a, link.b), max(link.a, link.b)))
+        if link.a == link.b or not {link.a, link.b} <= set(indexes):
+            return f"link {link.a}-{link.b} joins no two GPUs of {indexes}"
+        if pairs.count(pairs[-1]) > 1:
+            return f"link {link.a}-{link.b} is there twice"
+    return ""
 
 
 def save(machine: Machine, path: str | os.PathLike[str]) -> None:

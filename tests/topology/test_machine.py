@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from voltapile.topology.machine import Machine, MachineError, load, parse_cpus, probe, save
+from voltapile.topology.machine import (
+    Machine,
+    MachineError,
+    islands,
+    load,
+    parse_cpus,
+    probe,
+    save,
+)
 
 MACHINES = sorted((Path(__file__).parents[1] / "data" / "machines").glob("*.json"))
 
@@ -115,3 +125,62 @@ def test_files_that_are_no_machine(tmp_path: Path) -> None:
 def test_parse_cpus() -> None:
     assert parse_cpus("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
     assert parse_cpus("\n") == []
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+def test_written_machines_can_be_true(path: Path) -> None:
+    machine = load(path)
+    assert machine.name == path.stem
+    assert sorted(place for island in islands(machine) for place in island) == list(
+        range(len(machine.gpus))
+    )
+
+
+def test_islands() -> None:
+    found = {path.stem: islands(load(path)) for path in MACHINES}
+    assert found["ac922-6xv100-16gb"] == [[0, 1, 2], [3, 4, 5]]
+    assert found["x86-4xv100-32gb"] == [[0, 1, 2, 3]]
+    assert found["x86-2xv100-16gb"] == [[0, 1]]  # over PCIe, since there is nothing faster
+    assert found["x86-2x2080ti"] == [[0], [1]]
+    assert found["laptop"] == []
+    unknown = msgspec.structs.replace(load(MACHINES[0]), links=[])
+    assert islands(unknown) == [[0, 1, 2, 3, 4, 5]]
+
+
+GPU = {"index": 0, "name": "V100", "arch": 70, "memory_bytes": 16, "free_bytes": 15}
+NODE = {"id": 0, "cpus": [0, 1], "cores": 2, "memory_bytes": 10, "free_bytes": 5}
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ({"version": 2}, "expected a machine of version 1 with CPUs"),
+        ({"nodes": []}, "expected a machine of version 1 with CPUs"),
+        ({"nodes": [NODE | {"cores": 3}]}, r"node 0 has 3 cores, but CPUs \[0, 1\]"),
+        ({"nodes": [NODE | {"cpus": [1, 1]}]}, "node 0 has 2 cores, but CPUs"),
+        ({"nodes": [NODE, NODE]}, "node 0 is there twice"),
+        ({"gpus": [GPU, GPU]}, "GPU 0 is there twice"),
+        ({"gpus": [GPU | {"free_bytes": 17}]}, "GPU 0 has 16 bytes of memory, 17 of them free"),
+        ({"gpus": [GPU | {"memory_bytes": 0, "free_bytes": 0}]}, "GPU 0 has 0 bytes"),
+        ({"available_bytes": -1}, "this machine has 10 bytes of memory, -1 of them free"),
+        ({"gpus": [GPU | {"bandwidth": 1e20}]}, "a bandwidth is not between 0 and 1e"),
+        ({"disk_bandwidth": -1.0}, "a bandwidth is not between"),
+        ({"links": [{"a": 0, "b": 1, "kind": "pcie", "bandwidth": 1.0}]},
+         r"link 0-1 joins no two GPUs of \[0\]"),
+        ({"links": [{"a": 0, "b": 0, "kind": "pcie", "bandwidth": 1.0}]}, "link 0-0 joins no two"),
+        ({"links": [{"a": 0, "b": 1, "kind": "scsi", "bandwidth": 1.0}]}, "'scsi', expected nvl"),
+        ({"memory_bytes": "ten"}, "not a machine: Expected `int`"),
+    ],
+)  # fmt: skip
+def test_a_machine_that_lies(tmp_path: Path, lie: dict[str, Any], message: str) -> None:
+    truth = {
+        "name": "x", "arch": "x86_64", "cpu": "", "nodes": [NODE], "memory_bytes": 10,
+        "available_bytes": 5, "gpus": [GPU],
+    }  # fmt: skip
+    path = tmp_path / "m.json"
+    path.write_bytes(msgspec.json.encode(truth))
+    load(path)
+    path.write_bytes(msgspec.json.encode(truth | lie))
+    with pytest.raises(MachineError, match=message) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
