@@ -26,6 +26,7 @@ def describe(name: str) -> dict[str, Any]:
 
 def _describe_cpu() -> dict[str, Any]:
     from voltapile.kernels.cpu import _cpu
+    from voltapile.kernels.cpu.collectives import ROOM
     from voltapile.kernels.cpu.ops import KV_TYPES
 
     columns = 4096
@@ -42,10 +43,13 @@ def _describe_cpu() -> dict[str, Any]:
         "workspace_bytes": 0,
         "unpacked_bytes": 0.0,
         "choices": {},
+        "group_bytes": ROOM,
     }
 
 
 def _describe_reference() -> dict[str, Any]:
+    from voltapile.kernels.reference.collectives import ROOM
+
     return {
         "name": "reference",
         # Everything that the gguf package dequantises.
@@ -60,6 +64,7 @@ def _describe_reference() -> dict[str, Any]:
         "workspace_bytes": 0,
         "unpacked_bytes": 0.0,
         "choices": {},
+        "group_bytes": ROOM,
     }
 
 
@@ -82,6 +87,7 @@ def _describe_cuda() -> dict[str, Any]:
         # Partial results of attention over long contexts, and alignment.
         "workspace_bytes": 96 << 20,
         "unpacked_bytes": 2.0,
+        "group_bytes": 0,
         "choices": {"fused_from": str(FUSED_FROM), "library_from": str(LIBRARY_FROM)},
     }
 

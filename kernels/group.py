@@ -5,8 +5,14 @@ Knows neither processes nor the Plan; workers/group.py makes the Group that an O
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+from voltapile.shm.segment import Segment, SegmentError
+
+POLLS, POLL_SECONDS = 100, 2e-4  # how often a wait in Python looks: so often without a pause
 
 Array = Any  # the backend's array type
 
@@ -62,3 +68,45 @@ class Collectives(Protocol):
 
     def place(self, x: Array, width: int, offset: int) -> Array:
         """[T, width]: x [T, K] from column `offset` on, zeros beside it."""
+
+
+def shared_memory(group: Group, nbytes: int) -> Segment:
+    """Zeroed memory that all ranks of a group share. All must call this. Raises SegmentError."""
+    segment, reason = None, ""
+    if group.rank == 0:
+        try:
+            segment = Segment.create(group.name, "group", nbytes)
+        except SegmentError as error:
+            reason = str(error)
+    reason = group.exchange(reason.encode()[:1000])[0].decode("utf-8", "replace")
+    if reason:
+        raise SegmentError(reason)
+    if segment is None:
+        segment = Segment.open(group.name, "group", nbytes)
+    group.exchange(b"")
+    segment.unlink()  # all have it: a crash leaves nothing behind
+    return segment
+
+
+def wait_until(
+    group: Group, has_come: Callable[[], bool], missing: Callable[[], int], what: str
+) -> None:
+    """For code in Python that waits for others. missing: a rank that has not come. Raises
+    GroupError."""
+    began, polls = time.monotonic(), 0
+    waits_for = ctypes.c_int32.from_address(group.waits_for_address)
+    abort = ctypes.c_uint32.from_address(group.abort_address)
+    while not has_come():
+        polls += 1
+        if polls < POLLS:
+            time.sleep(0)
+            continue
+        other = waits_for.value = missing()
+        seconds = time.monotonic() - began
+        if abort.value:
+            raise GroupError(f"the group was ended while rank {group.rank} waited for rank {other}")
+        if seconds > group.seconds:
+            text = f"rank {group.rank} has waited {seconds:.1f} s for rank {other}"
+            raise GroupError(f"{text}, which has not {what}")
+        time.sleep(POLL_SECONDS)
+    waits_for.value = -1

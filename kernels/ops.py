@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from voltapile.kernels.group import Collectives
 
 Array = Any  # the backend's array type
 
@@ -123,7 +124,7 @@ class Arrived:
         return self._values
 
 
-class Ops(Protocol):
+class Ops(Collectives, Protocol):
     """Computations on one device. Methods whose name ends in _ change their first argument."""
 
     name: str
@@ -133,6 +134,9 @@ class Ops(Protocol):
     def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> Weight:
         """Take a tensor: `data` is its raw uint8 bytes (a view of the mapped file, may be kept),
         `type_name` its GGUF type, `shape` numpy's order (rows, columns)."""
+
+    def weight_rows(self, weight: Weight, start: int, stop: int) -> Weight:
+        """Some rows of a matrix, in the same memory. start is a multiple of 64."""
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A persistent array."""

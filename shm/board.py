@@ -16,7 +16,7 @@
       + 32            8     fraction of the stage that is done
       + 64            4     length of stage
       + 68            188   stage, for people
-      + 512           3584  56 IPC handles of 64 bytes (reserved)
+      + 512           3584  56 IPC handles of 64 bytes; workers/group.py's letters
 
 Ordering: every number is aligned, has one writer, and is read and written whole. Texts come before
 the number that announces them (state, abort flag) and their lengths after; they may be seen torn,
@@ -176,6 +176,11 @@ class Board:
         """Where code outside Python writes its heartbeat (uint64)."""
         assert 0 <= rank < self.num_ranks
         return self.segment.address + _STRIDE * (rank + 1)
+
+    def waits_for_address(self, rank: int) -> int:
+        """Where code outside Python writes whom it waits for (int32)."""
+        assert 0 <= rank < self.num_ranks
+        return self.heartbeat_address(rank) + int(_RANK.fields["waits_for"][1])  # type: ignore[index]
 
     def handles(self, rank: int) -> np.ndarray:
         """uint8[56, 64]: the rank's IPC handles."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cpu import _cpu
+from voltapile.kernels.cpu.collectives import CpuCollectives
 from voltapile.kernels.cpu.scratch import Scratch, aligned_bytes
 from voltapile.kernels.ops import Arrived, Batch, SlotState, StepOutput, Weight, rope_store_in_parts
 from voltapile.shm.formats import format_of
@@ -30,6 +31,8 @@ class CpuWeight:
     nbytes: int
     matrix: _cpu.Matrix | None = None
     vector: np.ndarray | None = None
+    data: np.ndarray | None = None  # the matrix's bytes
+    kind: int = 0  # its GGUF type
 
 
 @dataclass(eq=False)
@@ -60,7 +63,7 @@ class CpuGraph:
         return len(self.recording)
 
 
-class CpuOps:
+class CpuOps(CpuCollectives):
     """See kernels/ops.py for the meaning of every method.
 
     threads: of which the caller is one. cpus: where they are pinned. heartbeat, abort: addresses of
@@ -81,6 +84,7 @@ class CpuOps:
     ) -> None:
         assert threads >= 1, threads
         self._scratch = Scratch(scratch_bytes)
+        self._heartbeat = heartbeat
         self._engine = _cpu.Engine(threads, cpus or [], heartbeat, abort)
 
     @property
@@ -100,9 +104,16 @@ class CpuOps:
         )
         if len(shape) > 1:
             matrix = _cpu.Matrix(data.reshape(-1), kind.id, rows, shape[-1])
-            return CpuWeight(tuple(shape), data.nbytes, matrix=matrix)
+            return CpuWeight(tuple(shape), data.nbytes, matrix, None, data, kind.id)
         vector = data.view(np.float32) if type_name == "F32" else unpack(data, type_name, shape[0])
         return CpuWeight(tuple(shape), vector.nbytes, vector=vector)
+
+    def weight_rows(self, weight: Weight, start: int, stop: int) -> CpuWeight:
+        assert isinstance(weight, CpuWeight)
+        assert weight.data is not None, "a vector where a matrix is needed"
+        data = weight.data.reshape(weight.shape[0], -1)[start:stop].reshape(-1)
+        shape = stop - start, weight.shape[1]
+        return CpuWeight(shape, 0, _cpu.Matrix(data, weight.kind, *shape), None, data, weight.kind)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize

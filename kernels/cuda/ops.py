@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampling
 from voltapile.kernels.cuda.device import Device, Lane
+from voltapile.kernels.cuda.group import CudaCollectives
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
 from voltapile.kernels.cuda.loader import Loader
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
@@ -38,7 +39,7 @@ class CudaGraph:
         self._device.replay(self.recorded[0])
 
 
-class CudaOps:
+class CudaOps(CudaCollectives):
     """See kernels/ops.py for the meaning of every method.
 
     number: of the GPU. choices: a Plan's. ptx: a folder of PTX to run instead of this card's code.
@@ -133,6 +134,11 @@ class CudaOps:
         ptr, owner = self._weights.take(data.nbytes + SLACK)
         self._uploader.send(ptr, data.reshape(-1))
         return CudaWeight(tuple(shape), data.nbytes, type_name, ptr, row, owner)
+
+    def weight_rows(self, weight: Weight, start: int, stop: int) -> CudaWeight:
+        assert isinstance(weight, CudaWeight)
+        shape = stop - start, weight.shape[1]
+        return replace(weight, shape=shape, nbytes=0, ptr=weight.ptr + start * weight.row_bytes)
 
     def dummy_weight(self, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
         """Random values instead of a file's, for measurements."""

@@ -25,6 +25,7 @@ from voltapile.kernels.ops import (
     Weight,
     rope_store_in_parts,
 )
+from voltapile.kernels.reference.collectives import ReferenceCollectives
 from voltapile.kernels.reference.sampling import sample
 
 KEEP_BYTES = 4 << 30  # dequantised weights that are kept
@@ -49,7 +50,7 @@ class PagedKV:
     values: np.ndarray
 
 
-class ReferenceOps:
+class ReferenceOps(ReferenceCollectives):
     """See kernels/ops.py for the meaning of every method."""
 
     name = "reference"
@@ -62,6 +63,10 @@ class ReferenceOps:
     def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> ReferenceWeight:
         rows = data.reshape(-1) if len(shape) == 1 else data.reshape(shape[0], -1)
         return ReferenceWeight(rows, type_name, tuple(shape), data.nbytes)
+
+    def weight_rows(self, weight: Weight, start: int, stop: int) -> ReferenceWeight:
+        rows = _own(weight).data[start:stop]
+        return ReferenceWeight(rows, _own(weight).type_name, (len(rows), weight.shape[1]), 0)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.zeros(shape, dtype)

@@ -14,6 +14,7 @@ class Team {
  public:
   virtual ~Team() = default;
   virtual void barrier() = 0;
+  virtual void fail() = 0;  // nothing after this command runs, now or later; by rank 0
 
   int rank = 0;
   int size = 1;

@@ -2,35 +2,19 @@
 //
 // Checks what would make a pointer wrong (dtype, contiguity, by the argument types); shapes are
 // checked in kernels/cpu/ops.py. Knows nothing of models.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
-
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "commands.h"
 #include "matmul.h"
-#include "pool.h"
+#include "python_engine.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
+using namespace nanobind::literals;
 
 namespace voltapile {
 namespace {
-
-template <class T>
-using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
-using Floats = Array<const float>;
-using Ints = Array<const std::int32_t>;
-using FloatsOut = Array<float>;
-using IntsOut = Array<std::int32_t>;
-using BytesOut = Array<std::uint8_t>;
 
 // A Matrix and the owner of its bytes.
 struct MatrixObject {
@@ -71,59 +55,6 @@ struct CacheObject {
   }
   BytesOut keys, values;
   KvLayout layout;
-};
-
-// Commands to be run in order, and what keeps alive the memory that they point to.
-struct Recording {
-  Recording() = default;
-  Recording(const Recording&) = delete;
-  Recording& operator=(const Recording&) = delete;
-  std::vector<std::unique_ptr<Command>> commands;
-  std::vector<Command*> order;
-  std::vector<std::shared_ptr<void>> owners;
-};
-
-class Engine {
- public:
-  Engine(int threads, const std::vector<int>& cpus, std::uintptr_t heartbeat, std::uintptr_t abort)
-      : pool_(threads, cpus, reinterpret_cast<std::atomic<std::int64_t>*>(heartbeat),
-              reinterpret_cast<std::atomic<std::uint32_t>*>(abort)) {}
-
-  void record() {
-    if (recording_) throw std::runtime_error("already recording");
-    recording_ = std::make_unique<Recording>();
-  }
-  Recording* recorded() {  // Python takes ownership
-    if (!recording_) throw std::runtime_error("not recording");
-    return recording_.release();
-  }
-
-  // Runs the command, or records it together with the owners of the memory that it uses.
-  template <class... Owners>
-  void submit(std::unique_ptr<Command> command, const Owners&... owners) {
-    Command* const raw = command.get();
-    if (!recording_) return run(&raw, 1);
-    recording_->commands.push_back(std::move(command));
-    recording_->order.push_back(raw);
-    recording_->owners.push_back(std::make_shared<std::tuple<Owners...>>(owners...));
-  }
-  void replay(const Recording& recording) {
-    run(recording.order.data(), static_cast<std::int64_t>(recording.order.size()));
-  }
-  int threads() const { return pool_.size(); }
-
- private:
-  void run(Command* const* commands, std::int64_t count) {
-    bool done;
-    {
-      nb::gil_scoped_release release;
-      done = pool_.run(commands, count);
-    }
-    if (!done) throw std::runtime_error("aborted");
-  }
-
-  Pool pool_;
-  std::unique_ptr<Recording> recording_;
 };
 
 // --- the records of kernels/ops.py, by attribute --------------------------------------------------
@@ -352,7 +283,8 @@ NB_MODULE(_cpu, m) {
            "value_dim"_a, "key_type"_a, "value_type"_a);
   nb::class_<Recording>(m, "Recording")
       .def("__len__", [](const Recording& r) { return r.commands.size(); });
-  nb::class_<Engine>(m, "Engine")
+  nb::class_<Engine> engine(m, "Engine");
+  engine
       .def(nb::init<int, const std::vector<int>&, std::uintptr_t, std::uintptr_t>(), "threads"_a,
            "cpus"_a, "heartbeat"_a, "abort"_a)
       .def_prop_ro("threads", &Engine::threads)
@@ -378,6 +310,7 @@ NB_MODULE(_cpu, m) {
       .def("glu", glu, same("x"), "tokens"_a, "gate"_a, "up"_a, maybe("gate_bias"),
            maybe("up_bias"), "gelu"_a, same("out"), same("quantised"));
 
+  bind_group(m, engine);
   m.def("is_supported", is_supported, "type"_a);
   m.def("unpack_to", unpack_to, "type"_a, same("data"), same("out"));
   m.def("quantised_bytes", quantised_bytes, "tokens"_a, "cols"_a);

@@ -1,15 +1,12 @@
 #include "pool.h"
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
-#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+
+#include "futex.h"
 
 namespace voltapile {
 namespace {
@@ -20,29 +17,6 @@ namespace {
 constexpr std::int64_t kSpinStart = 60'000;     // for the next list
 constexpr std::int64_t kSpinBarrier = 10'000;
 constexpr std::int64_t kSpinCrowded = 1'000;    // for both, with more threads than CPUs
-
-std::int64_t now() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
-}
-
-void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield" ::: "memory");
-#elif defined(__powerpc64__)
-  asm volatile("or 27,27,27" ::: "memory");
-#else
-  asm volatile("" ::: "memory");
-#endif
-}
-
-void futex(std::atomic<std::uint32_t>* word, int op, std::uint32_t value) {
-  static_assert(sizeof(*word) == 4);
-  syscall(SYS_futex, word, op | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
-}
 
 void pin(const std::vector<int>& cpus) {
   cpu_set_t set;
@@ -62,25 +36,28 @@ int available_cpus() {
 
 void Gate::advance() {
   value_.fetch_add(1, std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_seq_cst) != 0) futex(&value_, FUTEX_WAKE, INT_MAX);
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(&value_, FUTEX_PRIVATE_FLAG);
 }
 
 void Gate::wait_past(std::uint32_t old, std::int64_t spin_ns) {
-  const std::int64_t deadline = now() + spin_ns;
+  const std::int64_t deadline = now_ns() + spin_ns;
   do {
     for (int i = 0; i < 32; ++i) {
       if (value() != old) return;
-      pause();
+      cpu_pause();
     }
-  } while (now() < deadline);
+  } while (now_ns() < deadline);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  while (value_.load(std::memory_order_seq_cst) == old) futex(&value_, FUTEX_WAIT, old);
+  while (value_.load(std::memory_order_seq_cst) == old) {
+    futex_wait(&value_, old, FUTEX_PRIVATE_FLAG);
+  }
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
 }
 
 struct Pool::Member final : Team {
   explicit Member(Pool& pool) : pool(pool) {}
   void barrier() override { pool.barrier(); }
+  void fail() override { pool.has_failed_.store(true, std::memory_order_relaxed); }
   Pool& pool;
 };
 
@@ -170,7 +147,8 @@ void Pool::barrier() {
 }
 
 bool Pool::beat() {
-  if (heartbeat_) heartbeat_->store(now(), std::memory_order_relaxed);
+  if (heartbeat_) heartbeat_->store(now_ns(), std::memory_order_relaxed);
+  if (has_failed_.load(std::memory_order_relaxed)) return false;
   return !abort_ || abort_->load(std::memory_order_relaxed) == 0;
 }
 

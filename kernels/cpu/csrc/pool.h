@@ -36,7 +36,8 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Runs the commands in order, a barrier after each; false if the abort flag stopped them.
+  // Runs the commands in order, a barrier after each; false if the abort flag or a command that
+  // failed has stopped them.
   bool run(Command* const* commands, std::int64_t count);
   int size() const { return static_cast<int>(members_.size()); }
 
@@ -63,6 +64,7 @@ class Pool {
   Command* const* commands_ = nullptr;
   std::int64_t count_ = 0;
   std::atomic<std::int64_t> stop_at_{0};  // first command that must not run
+  std::atomic<bool> has_failed_{false};  // for good
   bool quit_ = false;
   Gate start_;
   Gate met_;
