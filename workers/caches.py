@@ -22,6 +22,7 @@ from voltapile.kernels.ops import (
     slot_state,
 )
 from voltapile.topology.plan import Plan
+from voltapile.topology.share import Share
 from voltapile.workers.protocol import Copy, Sampling, Want
 
 TRASH_PAGE = 0
@@ -31,15 +32,15 @@ TRASH_PAGE = 0
 class LayerKV:
     """The cache of one layer and the group whose page table leads into it."""
 
-    kv: Any
+    kv: Any  # None where this rank has no KV head
     group: int
 
 
 class Caches:
-    def __init__(self, plan: Plan, ops: Ops) -> None:
+    def __init__(self, plan: Plan, ops: Ops, share: Share) -> None:
         self.ops = ops
         self.padding_slot = plan.slots
-        self.layers = _layers(plan, ops)
+        self.layers = _layers(plan, ops, share)
         self.tables: list[np.ndarray] = []  # the host's copy of pages
         for group in plan.caches:
             widest = -(-plan.context // group.page_tokens)
@@ -104,6 +105,11 @@ class Caches:
         for array, value, dtype in values:
             self.ops.upload(array[slot : slot + 1], _one(value, dtype))
 
+    def take_sampled(self, source: int) -> None:
+        """What a rank has sampled, to all: each slot's last token, its position, and its end."""
+        for array in (self.state.last_token, self.state.next_position, self.state.finished):
+            self.ops.broadcast_(array, source)
+
     def remember(self, slot: int, history: np.ndarray) -> None:
         """The tokens of a prefix whose pages were computed for somebody else."""
         self.ops.upload(self.state.history[slot], history)
@@ -112,25 +118,29 @@ class Caches:
         """Copy a page of all layers of a group."""
         assert copy.kind == "page", f"cannot copy a {copy.kind}"
         for layer in self.layers:
-            if layer.group == copy.group:
+            if layer.group == copy.group and layer.kv is not None:
                 self.ops.copy_page(layer.kv, copy.source, copy.target)
 
 
-def _layers(plan: Plan, ops: Ops) -> list[LayerKV]:
+def _layers(plan: Plan, ops: Ops, share: Share) -> list[LayerKV]:
+    """Of this rank's layers, in order, its own KV heads."""
+    kv_heads = share.kv_heads[1] - share.kv_heads[0]
     layers: dict[int, LayerKV] = {}
     for number, group in enumerate(plan.caches):
-        for layer in group.layers:
-            kv = ops.kv_cache(
-                group.pages,
-                group.kv_heads,
-                group.page_tokens,
-                group.key_dim,
-                group.value_dim,
-                group.key_type,
-                group.value_type,
-            )
+        for layer in set(group.layers) & set(share.layers):
+            kv = None
+            if kv_heads:
+                kv = ops.kv_cache(
+                    group.pages,
+                    kv_heads,
+                    group.page_tokens,
+                    group.key_dim,
+                    group.value_dim,
+                    group.key_type,
+                    group.value_type,
+                )
             layers[layer] = LayerKV(kv, number)
-    return [layers[i] for i in sorted(layers)]
+    return [layers[i] for i in share.layers]
 
 
 def _one(value: float, dtype: Any) -> np.ndarray:

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,9 +39,10 @@ from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import Caches
 from voltapile.workers.loading import Progress, Stages, shortage
 from voltapile.workers.models.registry import model_class
+from voltapile.workers.not_finite import Search
 from voltapile.workers.protocol import Result, Row, Sampled, Sampling, Step, Want
 from voltapile.workers.scoring import PromptScores
-from voltapile.workers.weights import DummyWeights, FileWeights, HugePages
+from voltapile.workers.weights import DummyWeights, FileWeights
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,8 @@ class Engine:
     ) -> None:
         self.is_dummy = is_dummy
         self.plan, self.ops, self.gguf, self.rank = plan, ops, gguf, rank
+        self.share = plan.ranks[rank].share
+        self.is_alone, self.answers = len(plan.ranks) == 1, rank == plan.answer_rank
         self.most_outputs = max([plan.slots, *plan.buckets])
         self.wants = [Want()] * plan.slots
         self.uses = [0] * plan.slots  # of each slot: how often it was freed or taken
@@ -82,14 +86,18 @@ class Engine:
         spec = spec_of(self.gguf)
         progress("weights", 0.0)
         kind = DummyWeights if self.is_dummy else FileWeights
-        weights = kind(self.gguf, self.ops, lambda f: progress("weights", f), self._pages())
-        self.model = model_class(spec.architecture)(spec, weights, self.ops)
-        self.layers = spec.layers
+        weights = kind.of_plan(
+            self.gguf, self.ops, spec, self.plan, self.rank, lambda f: progress("weights", f)
+        )
+        self.model = model_class(spec.architecture)(spec, self.share, weights, self.ops)
         progress("caches", 0.0)
-        self.caches = Caches(self.plan, self.ops)
+        self.caches = Caches(self.plan, self.ops, self.share)
         most_tokens = max(self.plan.batch_tokens, self.most_outputs)
         self.buffer = BatchBuffer(self.ops, most_tokens, self.caches.pages)
         self.out = step_output(self.ops, self.most_outputs)
+        self.search = Search(
+            self.model, self.caches.layers, self.buffer, self.ops, spec, self.share, self.is_alone
+        )
         self.graphs: dict[int, Graph] = {}
         progress("kernels", 0.0)
         self.ops.prepare(self._rehearse)
@@ -98,12 +106,6 @@ class Engine:
                 progress("capture", done / len(self.plan.buckets))
                 self.graphs[rows] = self._record(rows)
         progress("ready", 1.0)
-
-    def _pages(self) -> HugePages | None:
-        """Memory for the weights, where the Plan copies them."""
-        if not any(each.tier == "host" for each in self.plan.tensors.values()):
-            return None
-        return HugePages(self.plan.ranks[self.rank].memory["weights"])
 
     def run(self, step: Step) -> Result:
         """Compute one Step."""
@@ -114,12 +116,12 @@ class Engine:
         began = time.perf_counter()
         assert step.rounds == 1, "several rounds in one Step are not built yet"
         self._apply(step)
-        sampling = [row for row in step.rows if row.sample]
+        sampling = [row for row in step.rows if row.sample and self.answers]
         wants = [self.wants[row.slot] for row in sampling]
         if step.rows:
             self._compute(step.rows)
         arrival = self.ops.fetch(self._output(sampling, wants))
-        scores = self._score_prompts(step.rows, sampling)
+        scores = self._score_prompts(step.rows)
         uses = [self.uses[row.slot] for row in sampling]
         return Pending(step, began, arrival, sampling, wants, uses, scores)
 
@@ -152,6 +154,8 @@ class Engine:
         self.ops.reset_scratch()
         batch = self.buffer.fill_all_outputs(slot, tokens, start)
         hidden, _ = self.model.forward(batch, self.caches.layers)
+        if hidden is None:
+            return
         for first in range(0, len(tokens), self.most_outputs):
             with self.ops.scope():
                 logits = self.model.head(hidden[first : first + self.most_outputs])
@@ -218,7 +222,7 @@ class Engine:
         self.ops.begin(batch, self.caches.state)
         hidden, _ = self.model.forward(batch, self.caches.layers)
         count = len(batch.outputs)
-        if count:
+        if count and hidden is not None:
             out = StepOutput(
                 tokens=self.out.tokens[:count],
                 finish=self.out.finish[:count],
@@ -226,6 +230,8 @@ class Engine:
                 logprobs=self.out.logprobs[:count],
             )
             self.ops.sample(self.model.head(hidden), batch, self.caches.state, out)
+        if count and self.plan.mode == "layer":
+            self.caches.take_sampled(self.plan.answer_rank)
 
     def _output(self, sampling: Sequence[Row], wants: Sequence[Want]) -> list[Array]:
         """What the host needs to see of self.out."""
@@ -254,18 +260,21 @@ class Engine:
             answers.append(answer)
         return answers
 
-    def _score_prompts(
-        self, rows: Sequence[Row], sampling: Sequence[Row]
-    ) -> dict[int, PromptScores]:
+    def _score_prompts(self, rows: Sequence[Row]) -> dict[int, PromptScores]:
         """Compute the rows of wanted prompts once more, with logits after each token: the usual
         way stays as it is, and keys and values are written again, unchanged.
 
-        Gives the scores of those prompts that end here."""
+        Every rank computes them, one looks at them. Gives the scores of those prompts that end
+        here."""
         for row in rows:
             scores = self.scores.get(row.slot)
             if scores and len(row.tokens) and scores.needs(row.start):
-                scores.add(row.start, row.tokens, self._logits(row.slot, row.tokens, row.start))
-        ended = {row.slot for row in sampling} & self.scores.keys()
+                logits = self._logits(row.slot, row.tokens, row.start)
+                if self.answers:
+                    scores.add(row.start, row.tokens, logits)
+                else:
+                    deque(logits, maxlen=0)
+        ended = {row.slot for row in rows if row.sample} & self.scores.keys()
         return {slot: self.scores.pop(slot) for slot in ended}
 
     def _explain(self, row: Row, uses: int) -> str:
@@ -282,31 +291,7 @@ class Engine:
             state = self.caches.state
             each = state.last_token, state.next_position
             token, position = (int(self.ops.to_host(x[slot : slot + 1])[0]) for x in each)
-        return f"{text} ({self._first_bad_place(token, slot, position)})"
-
-    def _first_bad_place(self, token: int, slot: int, position: int) -> str:
-        """Compute one token again, halving the range of layers where it may have gone wrong.
-
-        Its keys and values are written once more, unchanged; nothing else is touched.
-        """
-        row = Row(slot=slot, start=position, tokens=np.array([token], np.int32))
-
-        def is_bad(boundary: int) -> bool:
-            batch = self.buffer.fill([row])
-            self.ops.reset_scratch()
-            _, tapped = self.model.forward(batch, self.caches.layers, (boundary,))
-            return not np.isfinite(self.ops.to_host(tapped[boundary])).all()
-
-        low, high = 0, self.layers + 1
-        while low < high:
-            middle = (low + high) // 2
-            if is_bad(middle):
-                high = middle
-            else:
-                low = middle + 1
-        if low > self.layers:
-            return "in the output head"
-        return f"in layer {low - 1}" if low else "in the embedding"
+        return f"{text} ({self.search.place(token, slot, position)})"
 
 
 @contextlib.contextmanager

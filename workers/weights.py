@@ -8,13 +8,21 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable
+from typing import Self
 
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from voltapile.kernels.ops import Ops, Weight
+from voltapile.shm.formats import row_bytes
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.memory import HUGE_PAGE, copied_size
+from voltapile.topology.parts import Part, cut_of, part_of
+from voltapile.topology.plan import Plan
+from voltapile.topology.share import Range, Share
+from voltapile.topology.spec import Spec
+
+Progress = Callable[[float], None]
 
 
 class HugePages:
@@ -32,48 +40,68 @@ class HugePages:
         self._free = array[start : start + nbytes]
 
     def copy(self, data: np.ndarray) -> np.ndarray:
+        """data: uint8 of any layout."""
+        assert copied_size(data.nbytes) <= self._free.nbytes, "more weights than planned"
         target, self._free = np.split(self._free, [copied_size(data.nbytes)])
-        target[: data.nbytes] = data
+        target[: data.nbytes].reshape(data.shape)[...] = data
         return target[: data.nbytes]
 
 
 class FileWeights:
-    """The Weights of workers/models/blocks.py over one file, for one rank that owns it all.
+    """The Weights of workers/models/blocks.py over one file, for one rank.
 
-    pages: where tensors are copied to; without it they stay in the mapped file.
+    In host memory, columns that are cut out of rows are copied; everything is, if `copies_all`.
+    The rest stays in the mapped file.
     """
 
     def __init__(
         self,
         gguf: Gguf,
         ops: Ops,
-        progress: Callable[[float], None] = lambda fraction: None,
+        spec: Spec,
+        share: Share,
+        progress: Progress = lambda fraction: None,
         pages: HugePages | None = None,
+        copies_all: bool = False,
     ) -> None:
-        self.gguf, self.ops, self.progress, self.pages = gguf, ops, progress, pages
-        self.total = max(1, sum(tensor.nbytes for tensor in gguf.tensors.values()))
+        self.gguf, self.ops, self.spec, self.share = gguf, ops, spec, share
+        self.progress, self.pages, self.copies_all = progress, pages, copies_all
+        self.total = max(1, sum(self._part(name).bytes for name in gguf.tensors))
         self.done = 0
+
+    @classmethod
+    def of_plan(
+        cls, gguf: Gguf, ops: Ops, spec: Spec, plan: Plan, rank: int, progress: Progress
+    ) -> Self:
+        """With memory for what the Plan copies."""
+        mine, tiers = plan.ranks[rank], {each.tier for each in plan.tensors.values()}
+        copied = mine.memory["weights"] if "vram" not in tiers else 0
+        pages = HugePages(copied) if copied else None
+        return cls(gguf, ops, spec, mine.share, progress, pages, "host" in tiers)
 
     def __call__(self, name: str) -> Weight:
         if name not in self.gguf.tensors:
             raise ValueError(f"{self.gguf.path}: tensor {name!r} is missing")
-        return self._take(name, self.gguf.data(name), self.gguf.tensors[name].shape)
+        weight = self.optional(name)
+        assert weight is not None, f"this rank has nothing of {name}"
+        return weight
 
     def optional(self, name: str) -> Weight | None:
-        return self(name) if self.has(name) else None
+        found = self.fused(name)
+        assert len(found) <= 1, f"{name} is several tensors in one"
+        return found[0] if found else None
 
-    def rows(self, name: str, start: int, stop: int) -> Weight | None:
-        """Rows of a matrix or elements of a vector; None if there is no such tensor."""
-        if not self.has(name):
-            return None
-        shape = self.gguf.tensors[name].shape
-        if not 0 <= start < stop <= shape[0]:
-            raise ValueError(f"{self.gguf.path}: {name!r} has {shape[0]} rows, not {stop}")
-        data = self.gguf.data(name).reshape(shape[0], -1)[start:stop].reshape(-1)
-        return self._take(name, data, (stop - start, *shape[1:]))
+    def fused(self, name: str) -> tuple[Weight | None, ...]:
+        if name not in self.gguf.tensors:
+            return ()
+        part = self._part(name)
+        if part.columns[0] == part.columns[1]:
+            return ()
+        ranges = cut_of(name, self.spec, self.share).rows or part.rows
+        return tuple(self._take(name, rows, part.columns) for rows in ranges if rows[0] < rows[1])
 
-    def has(self, name: str) -> bool:
-        return name in self.gguf.tensors
+    def first_column(self, name: str) -> int:
+        return self._part(name).columns[0]
 
     def host(self, name: str) -> np.ndarray:
         """float32 values of a small tensor."""
@@ -82,20 +110,42 @@ class FileWeights:
         kind = GGMLQuantizationType[tensor.type_name]
         return np.asarray(dequantize(data, kind), np.float32).reshape(tensor.shape)
 
-    def _take(self, name: str, data: np.ndarray, shape: tuple[int, ...]) -> Weight:
-        if self.pages is not None:
-            data = self.pages.copy(data)
-            self.gguf.forget(name)
-        weight = self.ops.weight(data, self.gguf.tensors[name].type_name, shape)
-        self.done += data.nbytes
+    def _part(self, name: str) -> Part:
+        return part_of(self.gguf.tensors[name], self.spec, self.share)
+
+    def _take(self, name: str, rows: Range, columns: Range) -> Weight:
+        tensor = self.gguf.tensors[name]
+        shape = (rows[1] - rows[0], *tensor.shape[1:])
+        is_cut = len(shape) > 1 and columns != (0, shape[-1])
+        if is_cut:
+            shape = (*shape[:-1], columns[1] - columns[0])
+        weight = self._weight(name, shape, rows, columns if is_cut else None)
+        self.done += weight.nbytes
         self.progress(min(1.0, self.done / self.total))
         return weight
+
+    def _weight(
+        self, name: str, shape: tuple[int, ...], rows: Range, columns: Range | None
+    ) -> Weight:
+        """columns: None where rows are not cut."""
+        tensor, data = self.gguf.tensors[name], self.gguf.data(name)
+        if rows != (0, tensor.shape[0]) or columns:
+            data = data.reshape(tensor.shape[0], -1)[slice(*rows)]
+        if columns:
+            begin, end = (row_bytes(tensor.type_name, column) for column in columns)
+            data = data[:, begin:end]
+        if self.pages is not None and (columns or self.copies_all):
+            data = self.pages.copy(data)
+            self.gguf.forget(name)
+        return self.ops.weight(np.ascontiguousarray(data).reshape(-1), tensor.type_name, shape)
 
 
 class DummyWeights(FileWeights):
     """Random values in the shapes of a file whose data are not there, for measurements."""
 
-    def _take(self, name: str, data: np.ndarray, shape: tuple[int, ...]) -> Weight:
+    def _weight(
+        self, name: str, shape: tuple[int, ...], rows: Range, columns: Range | None
+    ) -> Weight:
         make = getattr(self.ops, "dummy_weight", None)
         if make is None:
             raise ValueError(f"the {self.ops.name} backend makes no dummy weights")

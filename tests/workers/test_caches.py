@@ -25,7 +25,8 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def caches(mini: Path, plan_for: Make) -> Caches:
-    return Caches(plan_for(mini / "llama/model-f16.gguf", context=256, slots=2), ReferenceOps())
+    plan = plan_for(mini / "llama/model-f16.gguf", context=256, slots=2)
+    return Caches(plan, ReferenceOps(), plan.ranks[0].share)
 
 
 def test_tables_grow_and_are_forgotten(caches: Caches) -> None:

@@ -127,7 +127,7 @@ def test_every_layer(golden: Path, engine_for: Make, backend: str, model: str, k
     engine.caches.append(0, [[1, 2, 3, 4]])
     engine.ops.reset_scratch()
     batch = engine.buffer.fill_all_outputs(0, tokens, 0)
-    boundaries = range(engine.layers + 1)
+    boundaries = range(len(engine.model.blk) + 1)
     _, taps = engine.model.forward(batch, engine.caches.layers, boundaries)
     for i in boundaries:
         name = "embed" if i == 0 else f"layer{i - 1}.out"

@@ -10,6 +10,7 @@ import pytest
 from voltapile.kernels.reference.ops import ReferenceOps
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.architectures import spec_of
+from voltapile.topology.share import whole
 from voltapile.workers.models.blocks import qkv
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.weights import FileWeights
@@ -18,19 +19,20 @@ from voltapile.workers.weights import FileWeights
 def test_every_byte_is_counted(mini: Path) -> None:
     seen: list[float] = []
     with Gguf.open(mini / "llama/model-f16.gguf") as file:
-        weights = FileWeights(file, ReferenceOps(), seen.append)
-        model_class("llama")(spec_of(file), weights, ReferenceOps())
+        spec, ops = spec_of(file), ReferenceOps()
+        weights = FileWeights(file, ops, spec, whole(spec), seen.append)
+        model_class("llama")(spec, whole(spec), weights, ops)
     assert seen == sorted(seen)
     assert 0.99 < seen[-1] <= 1.0
 
 
 def test_a_missing_tensor_is_named(mini: Path) -> None:
     with Gguf.open(mini / "llama/model-f16.gguf") as file:
-        weights = FileWeights(file, ReferenceOps())
+        weights = FileWeights(file, ReferenceOps(), spec_of(file), whole(spec_of(file)))
         with pytest.raises(ValueError, match=r"blk\.9\.attn_q\.weight"):
             weights("blk.9.attn_q.weight")
         assert weights.optional("blk.0.attn_q.bias") is None
-        assert weights.rows("blk.0.attn_qkv.weight", 0, 1) is None
+        assert weights.fused("blk.0.attn_qkv.weight") == ()
 
 
 def test_a_fused_projection_is_cut(mini: Path, tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_a_fused_projection_is_cut(mini: Path, tmp_path: Path) -> None:
     path = tmp_path / "fused.gguf"
     with Gguf.open(mini / "llama/model-f16.gguf") as file:
         spec = spec_of(file)
-        split, _ = qkv(spec, FileWeights(file, ops), "blk.0")
+        split, _ = qkv(FileWeights(file, ops, spec, whole(spec)), "blk.0")
         parts = [ops.dense(part) for part in split]
     bias = np.arange(sum(len(part) for part in parts), dtype=np.float32)
     writer = gguf.GGUFWriter(path, "llama")
@@ -49,9 +51,9 @@ def test_a_fused_projection_is_cut(mini: Path, tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with Gguf.open(path) as file:
-        cut, biases = qkv(spec, FileWeights(file, ops), "blk.0")
-        for whole, piece in zip(parts, cut, strict=True):
-            np.testing.assert_array_equal(ops.dense(piece), whole)
+        cut, biases = qkv(FileWeights(file, ops, spec, whole(spec)), "blk.0")
+        for piece, found in zip(parts, cut, strict=True):
+            np.testing.assert_array_equal(ops.dense(found), piece)
         found = np.concatenate([ops.dense(b) for b in biases if b is not None])
         np.testing.assert_array_equal(found, bias)
 

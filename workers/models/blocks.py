@@ -7,25 +7,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 from voltapile.kernels.ops import Array, Batch, Ops, Weight
+from voltapile.topology.share import Range, Share
 from voltapile.topology.spec import Rope, Spec, inv_freq
 
 
 class Weights(Protocol):
-    """Hands out a file's tensors in the backend's form."""
+    """Hands out what this rank has of a file's tensors, in the backend's form."""
 
-    def __call__(self, name: str) -> Weight: ...
+    def __call__(self, name: str) -> Weight:
+        """Raises ValueError where the file has no such tensor."""
 
-    def optional(self, name: str) -> Weight | None: ...
+    def optional(self, name: str) -> Weight | None:
+        """None if the file has no such tensor, or this rank nothing of it."""
 
-    def rows(self, name: str, start: int, stop: int) -> Weight | None:
-        """Rows of a matrix or elements of a vector; None if there is no such tensor."""
+    def fused(self, name: str) -> tuple[Weight | None, ...]:
+        """What one tensor holds of several, e.g. of q, k and v; nothing where it is not there."""
 
-    def has(self, name: str) -> bool: ...
+    def first_column(self, name: str) -> int:
+        """Where this rank's columns begin: at a quantisation block, so maybe before its own."""
 
     def host(self, name: str) -> np.ndarray:
         """float32 values of a small tensor."""
@@ -39,20 +42,21 @@ class LayerCache(Protocol):
 
 
 class Model(ABC):
-    """A whole model on one rank."""
+    """What one rank computes of a model. Whether others compute the rest is known to Ops alone."""
 
     @abstractmethod
-    def __init__(self, spec: Spec, weights: Weights, ops: Ops) -> None: ...
+    def __init__(self, spec: Spec, share: Share, weights: Weights, ops: Ops) -> None: ...
 
     @abstractmethod
     def forward(
         self, batch: Batch, caches: Sequence[LayerCache], taps: Collection[int] = ()
-    ) -> tuple[Array, dict[int, Array]]:
-        """Run the batch through all layers and store its keys and values.
+    ) -> tuple[Array | None, dict[int, Array]]:
+        """Run the batch through this rank's layers and store its keys and values.
 
         Returns the normalised hidden states [R, D] of batch.outputs, which `head` turns into
-        logits, and copies of the residual stream [T, D] at the layer boundaries in taps
-        (0: the embedding, i: after layer i).
+        logits (None where another rank goes on with them), and copies of the residual stream
+        [T, D] at those of the layer boundaries in taps (0: the embedding, i: after i layers) that
+        are met here.
         """
 
     @abstractmethod
@@ -73,36 +77,61 @@ class Decoder(Model):
     """Token embedding, layers one after another, a norm and the output matrix."""
 
     @abstractmethod
-    def block(self, spec: Spec, weights: Weights, layer: int, ops: Ops) -> Block: ...
+    def block(self, spec: Spec, share: Share, weights: Weights, layer: int, ops: Ops) -> Block: ...
 
-    def __init__(self, spec: Spec, weights: Weights, ops: Ops) -> None:
-        self.spec, self.ops = spec, ops
-        self.token_embd = weights("token_embd.weight")
-        self.blk = [self.block(spec, weights, i, ops) for i in range(spec.layers)]
-        self.output_norm = weights("output_norm.weight")
-        self.output = self.token_embd if spec.tied else weights("output.weight")
+    def __init__(self, spec: Spec, share: Share, weights: Weights, ops: Ops) -> None:
+        self.spec, self.share, self.ops = spec, share, ops
+        self.token_embd = weights.optional("token_embd.weight")
+        self.blk = {i: self.block(spec, share, weights, i, ops) for i in share.layers}
+        self.output_norm = weights.optional("output_norm.weight")
+        self.output = self._output(weights)
         self.output_bias = weights.optional("output.bias")
-        self.ropes = {block.rope: _frequencies(block.rope, weights) for block in self.blk}
+        self.ropes = {block.rope: _frequencies(block.rope, weights) for block in self.blk.values()}
+
+    def _output(self, weights: Weights) -> Weight | None:
+        if not self.spec.tied:
+            return weights.optional("output.weight")
+        start, stop = self.share.vocab
+        if not self.share.answers or start == stop:
+            return None
+        assert self.token_embd is not None
+        if not self.share.is_part:
+            return self.token_embd
+        return self.ops.weight_rows(self.token_embd, start, stop)
 
     def forward(
         self, batch: Batch, caches: Sequence[LayerCache], taps: Collection[int] = ()
-    ) -> tuple[Array, dict[int, Array]]:
-        ops = self.ops
-        x = ops.embed(self.token_embd, batch.tokens, self.spec.embedding_scale)  # [T, D]
+    ) -> tuple[Array | None, dict[int, Array]]:
+        ops, share = self.ops, self.share
+        x = self._begin(batch)  # [T, D]
         angles = {
             rope: ops.rope_angles(batch.rope_positions, frequencies, scale)
             for rope, (frequencies, scale) in self.ropes.items()
         }
-        tapped = {0: ops.copy(x)} if 0 in taps else {}
-        for i, block in enumerate(self.blk):
-            block(x, angles[block.rope], batch, caches[i])
+        tapped = {0: ops.copy(x)} if share.embeds and 0 in taps else {}
+        for (i, block), cache in zip(self.blk.items(), caches, strict=True):
+            block(x, angles[block.rope], batch, cache)
             if i + 1 in taps:
                 tapped[i + 1] = ops.copy(x)
+        if not share.answers:
+            ops.send(x, share.following)
+            return None, tapped
+        assert self.output_norm is not None
         last = ops.gather(x, batch.outputs)  # [R, D]
         return ops.rms_norm(last, self.output_norm, self.spec.eps), tapped
 
+    def _begin(self, batch: Batch) -> Array:
+        if not self.share.embeds:
+            return self.ops.receive((len(batch.slots), self.spec.width), self.share.previous)
+        assert self.token_embd is not None
+        return self.ops.embed(self.token_embd, batch.tokens, self.spec.embedding_scale)
+
     def head(self, hidden: Array) -> Array:
-        logits = self.ops.linear(hidden, self.output, self.output_bias)
+        logits = None
+        if self.output is not None:
+            logits = self.ops.linear(hidden, self.output, self.output_bias)
+        if self.share.is_part:
+            logits = self.ops.all_gather(logits, len(hidden), self.share.vocab_parts)
         cap = self.spec.logit_softcap
         return self.ops.softcap_(logits, cap) if cap else logits
 
@@ -110,12 +139,12 @@ class Decoder(Model):
 class PreNormBlock:
     """x += attention(norm(x)); x += FFN(norm(x)), with SwiGLU."""
 
-    def __init__(self, spec: Spec, weights: Weights, layer: int, ops: Ops) -> None:
+    def __init__(self, spec: Spec, share: Share, weights: Weights, layer: int, ops: Ops) -> None:
         self.ops, self.eps, self.rope = ops, spec.eps, spec.rope_of(layer)
         self.attn_norm = weights(f"blk.{layer}.attn_norm.weight")
-        self.attention = Attention(spec, weights, layer, ops)
+        self.attention = Attention(spec, share, weights, layer, ops)
         self.ffn_norm = weights(f"blk.{layer}.ffn_norm.weight")
-        self.ffn = DenseFFN(weights, layer, ops)
+        self.ffn = DenseFFN(share, weights, layer, ops)
 
     def __call__(self, x: Array, angles: Array, batch: Batch, cache: LayerCache) -> None:
         ops = self.ops
@@ -127,19 +156,48 @@ class PreNormBlock:
             self.ffn(h, "silu", add_to=x)
 
 
+class Sum:
+    """x @ weight.T + bias where ranks may have their own columns of weight, and of x.
+
+    A rank's columns are whole quantisation blocks, so its x may have to stand among zeros. The
+    bias is added by the rank that has the first columns.
+    """
+
+    def __init__(self, share: Share, columns: Range, weights: Weights, name: str, ops: Ops) -> None:
+        self.ops, self.is_part = ops, share.is_part
+        self.weight = weights.optional(f"{name}.weight")
+        begin, end = columns
+        self.bias = weights.optional(f"{name}.bias") if begin == 0 < end else None
+        self.before = begin - weights.first_column(f"{name}.weight")
+
+    def __call__(
+        self, x: Array | None, shape: tuple[int, int], add_to: Array | None = None
+    ) -> Array:
+        """shape: of the result. x is None where this rank has no columns."""
+        ops, part = self.ops, None
+        if x is not None:
+            assert self.weight is not None
+            if x.shape[1] != self.weight.shape[1]:
+                x = ops.place(x, self.weight.shape[1], self.before)
+            if not self.is_part:
+                return ops.linear(x, self.weight, self.bias, add_to)
+            part = ops.linear(x, self.weight, self.bias)
+        return ops.all_reduce(part, shape, add_to)
+
+
 class Attention:
     """Grouped-query attention; q and k are normed by head where the file has weights for it."""
 
-    def __init__(self, spec: Spec, weights: Weights, layer: int, ops: Ops) -> None:
+    def __init__(self, spec: Spec, share: Share, weights: Weights, layer: int, ops: Ops) -> None:
         blk = f"blk.{layer}"
-        self.ops, self.eps = ops, spec.eps
-        (self.attn_q, self.attn_k, self.attn_v), self.attn_qkv_bias = qkv(spec, weights, blk)
-        self.attn_q_norm = weights.optional(f"{blk}.attn_q_norm.weight")
-        self.attn_k_norm = weights.optional(f"{blk}.attn_k_norm.weight")
-        self.attn_output = weights(f"{blk}.attn_output.weight")
-        self.attn_output_bias = weights.optional(f"{blk}.attn_output.bias")
+        self.ops, self.eps, self.head_map = ops, spec.eps, share.head_map
+        if self.head_map:
+            self.attn_qkv, self.attn_qkv_bias = qkv(weights, blk)
+            self.attn_q_norm = weights.optional(f"{blk}.attn_q_norm.weight")
+            self.attn_k_norm = weights.optional(f"{blk}.attn_k_norm.weight")
+        columns = share.heads[0] * spec.value_dim, share.heads[1] * spec.value_dim
+        self.attn_output = Sum(share, columns, weights, f"{blk}.attn_output", ops)
         self.layout = spec.rope_of(layer).layout
-        self.head_map = [h * spec.kv_heads // spec.heads for h in range(spec.heads)]
         self.scale, self.window = spec.attention_scale, spec.cache_of(layer).window
 
     def __call__(
@@ -150,9 +208,12 @@ class Attention:
         cache: LayerCache,
         add_to: Array | None = None,
     ) -> Array:
+        o = self._heads(h, angles, batch, cache) if self.head_map else None
+        return self.attn_output(o, h.shape, add_to)
+
+    def _heads(self, h: Array, angles: Array, batch: Batch, cache: LayerCache) -> Array:
         ops = self.ops
-        matrices = self.attn_q, self.attn_k, self.attn_v
-        q, k, v = ops.linears(h, matrices, self.attn_qkv_bias)
+        q, k, v = ops.linears(h, self.attn_qkv, self.attn_qkv_bias)
         q = ops.rope_store(
             q,
             k,
@@ -166,51 +227,39 @@ class Attention:
             self.attn_q_norm,
             self.attn_k_norm,
         )
-        o = ops.attention(q, cache.kv, batch, cache.group, self.head_map, self.scale, self.window)
-        return ops.linear(o, self.attn_output, self.attn_output_bias, add_to)
+        return ops.attention(
+            q, cache.kv, batch, cache.group, self.head_map, self.scale, self.window
+        )
 
 
 class DenseFFN:
     """down(activation(gate h) * up h)."""
 
-    def __init__(self, weights: Weights, layer: int, ops: Ops) -> None:
+    def __init__(self, share: Share, weights: Weights, layer: int, ops: Ops) -> None:
         blk = f"blk.{layer}"
         self.ops = ops
-        self.ffn_gate = weights(f"{blk}.ffn_gate.weight")
-        self.ffn_up = weights(f"{blk}.ffn_up.weight")
-        self.ffn_down = weights(f"{blk}.ffn_down.weight")
+        self.ffn_gate = weights.optional(f"{blk}.ffn_gate.weight")
+        self.ffn_up = weights.optional(f"{blk}.ffn_up.weight")
         self.ffn_gate_bias = weights.optional(f"{blk}.ffn_gate.bias")
         self.ffn_up_bias = weights.optional(f"{blk}.ffn_up.bias")
-        self.ffn_down_bias = weights.optional(f"{blk}.ffn_down.bias")
+        self.ffn_down = Sum(share, share.ffn, weights, f"{blk}.ffn_down", ops)
 
     def __call__(self, h: Array, activation: str, add_to: Array | None = None) -> Array:
-        inner = self.ops.glu(
-            h, self.ffn_gate, self.ffn_up, activation, self.ffn_gate_bias, self.ffn_up_bias
-        )
-        return self.ops.linear(inner, self.ffn_down, self.ffn_down_bias, add_to)
+        gate, up, inner = self.ffn_gate, self.ffn_up, None
+        if gate is not None and up is not None:
+            inner = self.ops.glu(h, gate, up, activation, self.ffn_gate_bias, self.ffn_up_bias)
+        return self.ffn_down(inner, h.shape, add_to)
 
 
-def qkv(
-    spec: Spec, weights: Weights, blk: str
-) -> tuple[tuple[Weight, ...], tuple[Weight | None, ...]]:
+def qkv(weights: Weights, blk: str) -> tuple[tuple[Weight, ...], tuple[Weight | None, ...]]:
     """Weights and biases of q, k and v; a fused attn_qkv is cut into its rows."""
-    rows = (
-        spec.heads * spec.key_dim,
-        spec.kv_heads * spec.key_dim,
-        spec.kv_heads * spec.value_dim,
-    )
-    if not weights.has(f"{blk}.attn_qkv.weight"):
-        names = ("attn_q", "attn_k", "attn_v")
-        return (
-            tuple(weights(f"{blk}.{name}.weight") for name in names),
-            tuple(weights.optional(f"{blk}.{name}.bias") for name in names),
-        )
-    edges = np.cumsum([0, *rows]).tolist()
-    parts = list(pairwise(edges))
-    cut = [weights.rows(f"{blk}.attn_qkv.weight", a, b) for a, b in parts]
+    if matrices := weights.fused(f"{blk}.attn_qkv.weight"):
+        biases = weights.fused(f"{blk}.attn_qkv.bias") or (None, None, None)
+        return tuple(matrix for matrix in matrices if matrix is not None), biases
+    names = ("attn_q", "attn_k", "attn_v")
     return (
-        tuple(weight for weight in cut if weight is not None),
-        tuple(weights.rows(f"{blk}.attn_qkv.bias", a, b) for a, b in parts),
+        tuple(weights(f"{blk}.{name}.weight") for name in names),
+        tuple(weights.optional(f"{blk}.{name}.bias") for name in names),
     )
 
 

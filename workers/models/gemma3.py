@@ -6,26 +6,27 @@ Attributes are named after the GGUF tensors. Knows Ops and Spec; neither backend
 from __future__ import annotations
 
 from voltapile.kernels.ops import Array, Batch, Ops
+from voltapile.topology.share import Share
 from voltapile.topology.spec import Spec
 from voltapile.workers.models.blocks import Attention, Decoder, DenseFFN, LayerCache, Weights
 
 
 class Gemma3(Decoder):
-    def block(self, spec: Spec, weights: Weights, layer: int, ops: Ops) -> Block:
-        return Block(spec, weights, layer, ops)
+    def block(self, spec: Spec, share: Share, weights: Weights, layer: int, ops: Ops) -> Block:
+        return Block(spec, share, weights, layer, ops)
 
 
 class Block:
     """x += norm(attention(norm(x))); x += norm(FFN(norm(x)))."""
 
-    def __init__(self, spec: Spec, weights: Weights, layer: int, ops: Ops) -> None:
+    def __init__(self, spec: Spec, share: Share, weights: Weights, layer: int, ops: Ops) -> None:
         blk = f"blk.{layer}"
         self.ops, self.eps, self.rope = ops, spec.eps, spec.rope_of(layer)
         self.attn_norm = weights(f"{blk}.attn_norm.weight")
-        self.attention = Attention(spec, weights, layer, ops)
+        self.attention = Attention(spec, share, weights, layer, ops)
         self.post_attention_norm = weights(f"{blk}.post_attention_norm.weight")
         self.ffn_norm = weights(f"{blk}.ffn_norm.weight")
-        self.ffn = DenseFFN(weights, layer, ops)
+        self.ffn = DenseFFN(share, weights, layer, ops)
         self.post_ffw_norm = weights(f"{blk}.post_ffw_norm.weight")
 
     def __call__(self, x: Array, angles: Array, batch: Batch, cache: LayerCache) -> None:
