@@ -37,6 +37,7 @@ from voltapile.topology.architectures import spec_of
 from voltapile.topology.plan import Plan
 from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import Caches
+from voltapile.workers.group import meet
 from voltapile.workers.loading import Progress, Stages, shortage
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.not_finite import Search
@@ -305,13 +306,19 @@ def open_engine(
     """The loaded Engine of one rank of a Plan; its file stays open for as long.
 
     Meanwhile the calling thread runs on the rank's CPUs only. board: where the backend says that
-    it is alive, and sees that it must give up. is_dummy: random weights instead of the file's.
+    it is alive, and sees that it must give up; ranks of a group meet there before they load.
+    is_dummy: random weights instead of the file's.
     """
     before, stages = os.sched_getaffinity(0), Stages(progress)
     stages("file", 0.0)
     with Gguf.open(plan.model[0]) as gguf:
         try:
-            engine = Engine(plan, _load_ops(plan, rank, board), gguf, rank, is_dummy)
+            ops = _load_ops(plan, rank, board)
+            if len(plan.ranks) > 1:
+                assert board is not None, "ranks meet through a Board"
+                stages("group", 0.0)
+                ops.join(meet(plan.id, board, rank))
+            engine = Engine(plan, ops, gguf, rank, is_dummy)
             engine.load(stages)
             log.info("%s", stages.summary(gguf.tensor_bytes))
             yield engine

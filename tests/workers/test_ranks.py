@@ -1,0 +1,30 @@
+"""Several ranks give the tokens of one, by parts of each matrix and by layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+Make = Callable[..., Any]
+MINI = ("llama", "qwen2", "qwen3", "gemma3")
+IDS = np.random.default_rng(4).integers(0, 640, 90).tolist()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("model", MINI)
+def test_tensor_mode(
+    mini: Path, engine_for: Make, ranks_for: Make, drive: Make, model: str, ranks: int, backend: str
+) -> None:
+    path = mini / model / "model-f16.gguf"
+    alone = engine_for(path, backend)
+    group = ranks_for(path, backend, ranks=ranks, split_mode="tensor", threads=1)
+    ids = np.asarray(IDS, np.int32)
+    expected = np.concatenate(list(alone.prompt_logits(ids)))
+    found = np.concatenate(list(group.prompt_logits(ids)))
+    assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
+    assert drive(group).generate(IDS, 12) == drive(alone).generate(IDS, 12)
