@@ -83,12 +83,12 @@ class Work:
 # What the cuda backend reaches of bandwidth or arithmetic, and launches a second. Fitted to
 # the H200 of docs/benchmarks.md by bench/roofline.py --fit.
 OURS = {
-    "weights": 0.57,
-    "cache": 0.68,
-    "few": 0.085,
-    "many": 0.62,
-    "attention": 0.32,
-    "launch": 333e3,
+    "weights": 0.55,
+    "cache": 0.703,
+    "few": 0.041,
+    "many": 0.684,
+    "attention": 0.354,
+    "launch": 1.34e6,
 }
 
 

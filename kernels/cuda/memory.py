@@ -19,7 +19,7 @@ from voltapile.kernels.ops import MAX_FETCHES
 
 ALIGNMENT = 256
 BLOCK = 64 << 20  # weights that are smaller share a block of this size
-CHUNK = 2 << 20  # of a weight, on its way through pinned memory
+CHUNK = 4 << 20  # of a weight, on its way through pinned memory
 LANES = 8
 RING = 4 << 20  # pinned bytes for small uploads
 PARCEL = 1 << 20  # pinned bytes of one fetch

@@ -16,7 +16,7 @@ import pytest
 from voltapile.gateway.cli import main
 from voltapile.kernels.backend import describe
 from voltapile.shm.gguf import Gguf
-from voltapile.topology import machine
+from voltapile.topology import machine, roofline
 from voltapile.topology.architectures import spec_of
 from voltapile.topology.gpu import Gpu
 from voltapile.topology.plan import Backend, Options, Plan
@@ -97,6 +97,25 @@ class _Zeros:
 
     def take(self) -> list[Any]:
         return [np.zeros(each.shape, each.dtype) for each in self._arrays]
+
+
+@pytest.mark.parametrize("prompt", [0, 200])
+def test_launches_are_about_as_many_as_the_roofline_counts(
+    gpu: Any, mini: Path, planned: Callable[..., Plan], prompt: int
+) -> None:
+    chosen = planned("qwen3")
+    with Gguf.open(chosen.model[0]) as gguf, open_engine(chosen) as engine:
+        gpu.launches.clear()
+        if prompt:
+            work = roofline.prefill(spec_of(gguf), chosen, prompt)
+            row = Row(slot=0, tokens=np.zeros(prompt, np.int32), sample=True)
+            batch = engine.buffer.fill([row])
+        else:
+            work = roofline.decode(spec_of(gguf), chosen, [1])
+            batch = engine.buffer.fill([], 1, engine.caches.padding_slot)
+        engine.ops.reset_scratch()
+        engine._forward(batch)
+    assert len(gpu.launches) == pytest.approx(work.launches, rel=0.3)
 
 
 def test_every_request_that_is_refused_is_told_beside_the_plan(
