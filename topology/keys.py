@@ -51,6 +51,13 @@ class Keys:
     def text(self, key: str, default: str) -> str:
         return str(self.gguf.get(f"{self.architecture}.{key}", default, str))
 
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """An array of integers."""
+        value = self.gguf.get(f"{self.architecture}.{key}", REQUIRED, list)
+        if not all(isinstance(each, int) for each in value):
+            self.fail(key, f"is {value}, expected integers")
+        return tuple(value)
+
     def pattern(self, key: str, default: int, layers: int) -> tuple[bool, ...]:
         """For each layer, if it is one of most: given as flags, or as a number n that makes every
         nth layer the odd one out (0: none)."""

@@ -14,7 +14,7 @@ import numpy as np
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
     """How positions turn a head's first `dims` dimensions (../shared models.md section 2)."""
 
-    layout: str  # "norm": pairs (2i, 2i+1); "neox": pairs (i, i + dims/2)
+    layout: str  # "norm": pairs (2i, 2i+1); "neox": pairs (i, i + dims/2); "imrope": see sections
     dims: int
     base: float
     scaling: str = "none"  # none | linear | yarn
@@ -22,10 +22,11 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     original_context: int = 0
     attn_factor: float = 1.0
     factors_tensor: str = ""  # llama-3: divide the frequencies by this tensor
+    sections: tuple[int, ...] = ()  # imrope: neox's pairs, in turn by time, height and width
 
 
 class CacheNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """One cache group: layers whose pages age together. kind: "full" or "window"."""
+    """One cache group: layers whose pages age together. kind: "full", "window" or "qsa"."""
 
     kind: str
     layers: tuple[int, ...]
@@ -33,6 +34,54 @@ class CacheNeed(msgspec.Struct, frozen=True, kw_only=True):
     key_dim: int
     value_dim: int
     window: int = 0  # a token sees so many positions, its own included; 0: all
+    index_dim: int = 0  # of the keys by which qsa chooses blocks, beside the others; one head
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """A feed-forward net of routed experts, and one that every token takes."""
+
+    count: int
+    used: int  # by each token
+    ffn: int
+    shared_ffn: int = 0  # 0: there is none
+
+
+class DeltaNet(msgspec.Struct, frozen=True, kw_only=True):
+    """Gated delta net: layers with a state for each sequence instead of a cache."""
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    head_dim: int  # of keys and values alike
+    conv_kernel: int
+    is_tiled: bool  # value head h belongs to key head h % key_heads, not h // (value / key heads)
+    gate: str = "silu"  # silu | sigmoid: of the output
+
+    def key_head(self, value_head: int) -> int:
+        """The key head that a value head belongs to."""
+        if self.is_tiled:
+            return value_head % self.key_heads
+        return value_head * self.key_heads // self.value_heads
+
+
+class NGrams(msgspec.Struct, frozen=True, kw_only=True):
+    """Embeddings of hashed n-grams, added before one layer."""
+
+    layer: int
+    size: int  # N: tokens of the longest n-gram
+    heads: int  # table rows for each token
+    rows: int
+    row_width: int
+    conv_kernel: int
+
+
+class Indexer(msgspec.Struct, frozen=True, kw_only=True):
+    """Chooses the blocks that a token of a qsa layer attends to."""
+
+    heads: int
+    key_dim: int
+    top_k: int  # tokens
+    block: int  # tokens of a block
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +106,14 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     logit_softcap: float = 0.0  # 0: none
     tied: bool
     caches: tuple[CacheNeed, ...]
+    has_output_gate: bool = False  # attn_q has a gate of the output behind each head's query
+    experts: Experts | None = None  # instead of ffn, which is 0 then
+    delta: DeltaNet | None = None
+    streams: int = 1  # residual streams (hyper-connections)
+    stream_rank: int = 0  # of the matrices that mix them
+    ngrams: NGrams | None = None
+    indexer: Indexer | None = None
+    unused_layers: tuple[int, ...] = ()  # in the file, behind `layers`; they predict next tokens
 
     def cache_of(self, layer: int) -> CacheNeed:
         return next(need for need in self.caches if layer in need.layers)

@@ -78,6 +78,26 @@ def devices(text: str) -> list[int]:
 
 
 def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
+    """As draft_plan, but a Plan that can be carried out. Raises PlanError."""
+    plan = draft_plan(args, endpoint)
+    refuse_unbuilt(plan)
+    return plan
+
+
+def refuse_unbuilt(plan: Plan) -> None:
+    """Raises PlanError for a Plan that this version can make and not carry out."""
+    from voltapile.topology.plan import PlanError
+    from voltapile.workers.models.registry import MODELS
+
+    if plan.architecture not in MODELS:
+        known = ", ".join(sorted(MODELS))
+        raise PlanError(
+            f"{plan.alias}: {plan.architecture} models can be planned (voltapile plan) and not "
+            f"computed yet; those that can: {known}"
+        )
+
+
+def draft_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
     """The Plan that the options ask for. Raises GgufError, SpecError, MachineError, PlanError.
 
     endpoint: ZeroMQ address; without one it follows from the Plan, so that a gateway and a worker

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from voltapile.gateway.cli.options import add_model_options, make_plan
+from voltapile.gateway.cli.options import add_model_options, draft_plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    plan = make_plan(args)
+    plan = draft_plan(args)
     if args.json:
         from voltapile.topology.plan import to_json
 

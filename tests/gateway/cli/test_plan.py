@@ -35,7 +35,10 @@ def test_table_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["-m", "missing.gguf"], "missing.gguf: cannot open: No such file or directory"),
-        (["-m", str(LLAMA.parents[1] / "qwen35" / "model-f16.gguf")], "'qwen35'; supported: "),
+        (
+            ["-m", str(LLAMA.parents[1] / "qwen3-dflash2" / "model-f16.gguf")],
+            "'dflash'; supported: ",
+        ),
         (["-c", "2000000000"], "not enough memory"),
         (["-ctk", "q3"], "-ctk q3: the reference backend has no such cache type; supported: f32"),
         (["--machine", str(LLAMA)], "not a machine"),
