@@ -48,6 +48,7 @@ setup() {
   done
   [ -d "$site/msgspec" ] || $python -m pip install -q --no-index --no-deps --no-compile \
     --no-cache-dir --target "$site" device/wheels/*.whl
+  for module in device/_cpu*.so; do [ -f "$module" ] && cp -n "$module" kernels/cpu/; done
   [ -d "$models/ptx" ] || tar -C "$models" -xzf device/ptx.tar.gz
   if [ -f device/golden.tar.gz ] && [ ! -d ../shared/golden ]; then
     mkdir -p ../shared/golden

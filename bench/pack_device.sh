@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Prepare the ignored folder device/, which bench/device.sh needs on a machine with a GPU and no
-# network: wheels, golden models, compute_70 PTX compiled here, headers of synthetic models.
+# network: wheels, golden models, compute_70 PTX compiled here, headers of synthetic models; and, if
+# a Python of DEVICE_PYTHON's version is here, the C++ module, which spares the stage `build` there.
 #
 #     bench/pack_device.sh [GOLDEN_FOLDER] [SYNTH_GGUF_PY]
 #
@@ -29,6 +30,18 @@ fi
 
 if [ -d "$golden" ]; then
   tar -C "$golden" -czf device/golden.tar.gz "${models[@]}"
+fi
+
+if there_python=$("python$there" -c 'import sys; print(sys.executable)' 2> /dev/null); then
+  build=build/device-$there
+  packages=$($python -c "import nanobind, pathlib; print(pathlib.Path(nanobind.__file__).parents[1])")
+  mkdir -p "$build/site" && ln -sfn "$packages/nanobind" "$build/site/nanobind"
+  export PYTHONPATH=$build/site
+  cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+    -DPython_EXECUTABLE="$there_python" > /dev/null
+  cmake --build "$build" > /dev/null
+  unset PYTHONPATH
+  cp "$build"/_cpu*.so device/
 fi
 
 rm -rf device/ptx
