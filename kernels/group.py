@@ -22,10 +22,13 @@ class Group(Protocol):
 
     rank: int
     ranks: int
-    name: str  # for shared memory; the same on all ranks, different for every start
     abort_address: int  # a uint32 in shared memory; not 0: every wait gives up
     waits_for_address: int  # an int32: the rank whose data this rank waits for, or -1
     seconds: float  # after which a wait gives up
+
+    @property
+    def name(self) -> str:
+        """For shared memory; the same on all ranks, different for every start."""
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Each rank's data, in order of rank; waits for all. At most 2,048 bytes."""

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 import zmq
+from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
-from voltapile.shm.segment import SegmentError
 from voltapile.topology import affinity
 from voltapile.topology.endpoint import default_endpoint
 from voltapile.topology.plan import Plan
@@ -40,6 +40,7 @@ from voltapile.workers.protocol import (
     decode,
     encode,
 )
+from voltapile.workers.seat import Seat
 from zmq.utils.monitor import parse_monitor_message
 
 log = logging.getLogger(__name__)
@@ -73,9 +74,12 @@ class Worker:
         self.plan, self.rank, self.record, self.is_spawned = plan, rank, record, is_spawned
         self.name = f"text-{rank}"
         self.endpoint = endpoint or plan.endpoint or default_endpoint(plan.id)
+        self.seat = Seat(plan.id, len(plan.ranks), rank)
         self.instance = secrets.randbits(63)
         self.parent = os.getppid()
         self.is_connected = self.is_greeted = self.is_ending = False
+        self.is_asked = False  # by message to end, as all ranks are
+        self.reason = ""  # why the group ends
         self.step_id = -1
         self.pending: deque[Pending] = deque()  # oldest first
         self.progress_at = 0.0  # when the oldest became the oldest
@@ -97,7 +101,9 @@ class Worker:
             log.exception("%s failed", self.name)
             self.socket.linger = LAST_WORDS_MS
             self.is_connected = True  # or soon: a file that is not there is found out faster
-            self._say(Failed(name=self.name, step=self.step_id, reason=describe(error)))
+            self._say(
+                Failed(name=self.name, step=self.step_id, reason=self.reason or describe(error))
+            )
             return 1
         finally:
             self.is_ending = True
@@ -120,19 +126,17 @@ class Worker:
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[Board]:
-        """The Board that the gateway made, or our own where no gateway is yet."""
-        ranks = len(self.plan.ranks)
-        try:
-            board = Board.open(self.plan.id, ranks)
-        except SegmentError:
-            board = Board.create(self.plan.id, ranks)
-        board.join(self.rank)
+        """The Board of this Plan, with us on it."""
+        board = self.seat.join()
         try:
             yield board
-        except StoppedError:
+        except StoppedError as reason:
             board.publish(self.rank, "stopped")
+            if not self.is_asked:
+                self.seat.leave(str(reason))
             raise
         except Exception as error:
+            self.reason = self.seat.leave(describe(error))
             board.publish(self.rank, "failed", describe(error))
             raise
         finally:
@@ -177,6 +181,8 @@ class Worker:
                 self._wait()
             elif not self.is_greeted and time.monotonic() >= self.next_ready:
                 self._offer()
+            elif not events:
+                self.seat.check_mates()
 
     def _handle(self, engine: Engine, frames: list[bytes]) -> None:
         message = decode(frames)
@@ -188,7 +194,7 @@ class Worker:
             case Stop():
                 while self.pending:
                     self._finish(engine)
-                raise StoppedError(message.reason or "the gateway asked")
+                self._obey(message)
             case _:
                 raise ValueError(f"a worker does not understand {type(message).__name__}")
 
@@ -207,7 +213,8 @@ class Worker:
         else:
             self.board.begin_step(self.rank, -1)
         self._note(result)
-        self._say(result)
+        if self.rank == self.plan.answer_rank:
+            self._say(result)
 
     def _begin(self, step: Step) -> None:
         """A Step is the oldest now."""
@@ -221,6 +228,10 @@ class Worker:
         if seconds > HANG_SECONDS:
             raise RuntimeError(f"step {self.step_id} has not ended in {seconds:.0f} s")
         time.sleep(WAIT_SECONDS)
+
+    def _obey(self, stop: Stop) -> None:
+        self.is_asked = True
+        raise StoppedError(stop.reason or "the gateway asked")
 
     def _lost_gateway(self) -> bool:
         """Follow the connection; True if one has ended."""
@@ -236,16 +247,20 @@ class Worker:
         """The gateway is gone: the next one finds empty slots.
 
         No Ready has gone out since it greeted us, so whatever is still to be read is its own: Steps
-        that nobody waits for, or its last word.
+        that nobody waits for but the other ranks, or its last word. A Step that did not reach them
+        all ends the group at its deadline.
         """
         log.info("%s has lost its gateway", self.name)
-        while self.pending:
-            engine.collect(self.pending.popleft())
-        self.board.begin_step(self.rank, -1)
-        while self.socket.poll(0):
+        while self.pending or self.socket.poll(0):
+            if self.pending:
+                engine.collect(self.pending.popleft())
+                continue
             message = decode(self.socket.recv_multipart())
             if isinstance(message, Stop):
-                raise StoppedError(message.reason or "the gateway asked")
+                self._obey(message)
+            if isinstance(message, Step) and len(self.plan.ranks) > 1:
+                self.pending.append(engine.submit(message))
+        self.board.begin_step(self.rank, -1)
         engine.forget()
         self._note(self._ready())
         self.is_greeted = False
@@ -287,7 +302,7 @@ class Worker:
     def _beat(self) -> None:
         self.board.beat(self.rank)
         if self.board.aborted is not None:
-            raise RuntimeError(f"the group was ended: {self.board.aborted}")
+            raise GroupError(f"the group was ended: {self.board.aborted}")
         if self.is_spawned and os.getppid() != self.parent:
             raise StoppedError("the gateway's process is gone")
 
@@ -325,4 +340,5 @@ class Worker:
 def describe(error: BaseException) -> str:
     """One line for people."""
     text = str(error).strip() or "no message"
-    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+    plain = ValueError | OSError | GroupError
+    return text if isinstance(error, plain) else f"{type(error).__name__}: {text}"

@@ -106,6 +106,8 @@ def ranks_for(plan_for: Callable[..., Plan]) -> Iterator[Callable[..., Ranks]]:
     with contextlib.ExitStack() as stack:
 
         def make(path: Path, backend: str = "reference", **options: Any) -> Ranks:
-            return stack.enter_context(contextlib.closing(Ranks(plan_for(path, backend, **options))))
+            return stack.enter_context(
+                contextlib.closing(Ranks(plan_for(path, backend, **options)))
+            )
 
         yield make

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from voltapile.topology.plan import PlanError
 
 Make = Callable[..., Any]
 MINI = ("llama", "qwen2", "qwen3", "gemma3")
@@ -28,3 +29,22 @@ def test_tensor_mode(
     found = np.concatenate(list(group.prompt_logits(ids)))
     assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
     assert drive(group).generate(IDS, 12) == drive(alone).generate(IDS, 12)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("model", MINI)
+def test_layer_mode(
+    mini: Path, engine_for: Make, ranks_for: Make, drive: Make, model: str, ranks: int, backend: str
+) -> None:
+    """The very bits: nothing is summed in another order."""
+    path = mini / model / "model-f16.gguf"
+    try:
+        group = ranks_for(path, backend, ranks=ranks, split_mode="layer", threads=1)
+    except PlanError as error:
+        pytest.skip(str(error))
+    alone = engine_for(path, backend)
+    ids = np.asarray(IDS, np.int32)
+    expected = np.concatenate(list(alone.prompt_logits(ids)))
+    np.testing.assert_array_equal(np.concatenate(list(group.prompt_logits(ids))), expected)
+    assert drive(group).generate(IDS, 12, chunk=64) == drive(alone).generate(IDS, 12)

@@ -1,0 +1,113 @@
+"""Ranks that come to a Board and go: who ends a group, and when the next one may begin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+from voltapile.kernels.group import GroupError
+from voltapile.shm.board import Board
+from voltapile.workers import seat as seat_module
+from voltapile.workers.seat import Seat
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def seats(name: str) -> Iterator[list[Seat]]:
+    seats = [Seat(name, 2, rank) for rank in range(2)]
+    yield seats
+    for seat in seats:
+        if hasattr(seat, "board"):
+            seat.board.close()
+
+
+def test_the_first_makes_the_board(seats: list[Seat]) -> None:
+    boards = [seat.join() for seat in seats]
+    assert [board.segment.is_owner for board in boards] == [True, False]
+    for seat in seats:
+        seat.check_mates()
+
+
+def test_both_at_once(name: str) -> None:
+    for _ in range(20):
+        seats = [Seat(name, 2, rank) for rank in range(2)]
+        threads = [threading.Thread(target=seat.join) for seat in seats]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sum(seat.board.segment.is_owner for seat in seats) == 1
+        for seat in seats:
+            seat.board.close()
+
+
+def test_the_first_reason_counts(seats: list[Seat]) -> None:
+    for seat in seats:
+        seat.join()
+    assert seats[1].leave("no memory") == "rank 1: no memory"
+    assert seats[0].leave("the group was ended") == "rank 1: no memory"
+    assert seats[0].board.aborted == "rank 1: no memory"
+
+
+def test_alone_nobody_is_told(name: str) -> None:
+    seat = Seat(name, 1, 0)
+    seat.join()
+    seat.check_mates()
+    assert seat.leave("no memory") == ""
+    assert seat.board.aborted is None
+    seat.board.close()
+
+
+def test_a_mate_that_has_ended(seats: list[Seat]) -> None:
+    for seat in seats:
+        seat.join()
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    seats[0].board._ranks["pid"][1] = child.pid
+    with pytest.raises(GroupError, match="rank 1 has ended"):
+        seats[0].check_mates()
+
+
+def test_a_group_that_was_ended_is_outlived(name: str, seats: list[Seat]) -> None:
+    gateway = Board.create(name, 2)
+    seats[0].join()
+    seats[0].leave("done for")
+    threading.Timer(0.3, lambda: gateway.publish(0, "failed")).start()
+    began = time.monotonic()
+    seats[1].join()
+    assert time.monotonic() - began > 0.25
+    assert gateway.aborted is None
+    gateway.close()
+
+
+def test_one_that_does_not_go(
+    name: str, seats: list[Seat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seat_module, "PREDECESSORS_SECONDS", 0.2)
+    seats[0].join()
+    seats[0].leave("done for")
+    beating = threading.Event()
+
+    def beat() -> None:
+        while not beating.wait(0.05):
+            seats[0].board.beat(0)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(GroupError, match="still there: rank 0: done for"):
+            seats[1].join()
+    finally:
+        beating.set()
+        thread.join()
+    assert seats[0].board.health(0).pid == os.getpid()

@@ -1,0 +1,74 @@
+"""Seat: one rank's place on the Board, from its coming to its end.
+
+A group lives and dies as one: whoever ends tells the others through the Board's abort flag, and a
+rank that comes waits until a group that was ended is gone. Knows neither gateway nor model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from voltapile.kernels.group import GroupError
+from voltapile.shm.board import Board
+from voltapile.shm.segment import SegmentError
+
+MATE_SECONDS = 60.0  # without a sign of life after which a rank is given up by the others
+PREDECESSORS_SECONDS = 10.0  # that a group which was ended may take to go away
+TRIES, PAUSE_SECONDS = 3, 0.05
+
+
+class Seat:
+    """Take it with `join`; `board` is there from then on."""
+
+    def __init__(self, plan_id: str, ranks: int, rank: int) -> None:
+        self.plan_id, self.ranks, self.rank = plan_id, ranks, rank
+        self.others = [other for other in range(ranks) if other != rank]
+
+    def join(self) -> Board:
+        """Raises SegmentError, GroupError."""
+        self.board = self._open()
+        self._outlive()
+        self.board.join(self.rank)
+        return self.board
+
+    def leave(self, reason: str) -> str:
+        """The others would wait for us in vain. Returns why the group ends: the first reason
+        counts, since ours may follow from it; "" for a rank that is alone."""
+        if not self.others:
+            return ""
+        if self.board.aborted is None:
+            self.board.abort(f"rank {self.rank}: {reason}")
+        return self.board.aborted or reason
+
+    def check_mates(self) -> None:
+        """Is everybody there whom the next Step needs? Raises GroupError."""
+        for rank in self.others:
+            if not self.board.is_alive(rank, MATE_SECONDS):
+                raise GroupError(f"rank {rank} has ended or shows no sign of life")
+
+    def _open(self) -> Board:
+        """The gateway's or another rank's; our own where none is yet."""
+        for _ in range(TRIES):  # two ranks may find none at the same moment
+            with contextlib.suppress(SegmentError):
+                return Board.open(self.plan_id, self.ranks)
+            with contextlib.suppress(SegmentError):
+                return Board.create(self.plan_id, self.ranks)
+            time.sleep(PAUSE_SECONDS)
+        return Board.create(self.plan_id, self.ranks)
+
+    def _outlive(self) -> None:
+        """Let a group that was ended before us go away; the next one may begin then."""
+        deadline = time.monotonic() + PREDECESSORS_SECONDS
+        while (reason := self.board.aborted) is not None:
+            if not any(self._lives(rank) for rank in self.others):
+                self.board.clear_abort()
+            elif time.monotonic() > deadline:
+                raise GroupError(
+                    f"the group before this one was ended and is still there: {reason}"
+                )
+            time.sleep(PAUSE_SECONDS)
+
+    def _lives(self, rank: int) -> bool:
+        is_over = self.board.health(rank).state in ("failed", "stopped")
+        return not is_over and self.board.is_alive(rank, PREDECESSORS_SECONDS)
