@@ -11,7 +11,7 @@ Batch and SlotState when the Op runs, never when it is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -129,6 +129,10 @@ class Ops(Collectives, Protocol):
 
     name: str
     captures: bool
+
+    @property
+    def taken(self) -> Mapping[str, int]:
+        """Bytes that were allocated, by purpose: weights, kv, slots, scratch, communication."""
 
     # --- memory ---------------------------------------------------------------------------
     def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> Weight:

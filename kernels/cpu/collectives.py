@@ -8,6 +8,7 @@ matter (csrc/group.h), and so is whoever does not come.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ class CpuCollectives:
     _scratch: Scratch
     _engine: _cpu.Engine
     _heartbeat: int
+    taken: Counter[str]
     _ranks = 1
 
     def join(self, group: Group) -> None:
@@ -44,6 +46,7 @@ class CpuCollectives:
             )
         )
         self._ranks = group.ranks
+        self.taken["communication"] = self._segment.nbytes // group.ranks  # it is shared
 
     def all_reduce(
         self, part: np.ndarray | None, shape: tuple[int, int], add_to: np.ndarray | None = None

@@ -6,6 +6,7 @@ the computation at once or records it. Knows nothing of threads, instruction set
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cpu import _cpu
 from voltapile.kernels.cpu.collectives import CpuCollectives
-from voltapile.kernels.cpu.scratch import Scratch, aligned_bytes
+from voltapile.kernels.cpu.scratch import Scratch, counted_bytes
 from voltapile.kernels.ops import Arrived, Batch, SlotState, StepOutput, Weight, rope_store_in_parts
 from voltapile.shm.formats import format_of
 
@@ -83,6 +84,7 @@ class CpuOps(CpuCollectives):
         abort: int = 0,
     ) -> None:
         assert threads >= 1, threads
+        self.taken = Counter(scratch=scratch_bytes)
         self._scratch = Scratch(scratch_bytes)
         self._heartbeat = heartbeat
         self._engine = _cpu.Engine(threads, cpus or [], heartbeat, abort)
@@ -117,7 +119,7 @@ class CpuOps(CpuCollectives):
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        return np.ndarray(shape, dtype, aligned_bytes(nbytes))
+        return np.ndarray(shape, dtype, counted_bytes(self.taken, "slots", nbytes))
 
     def kv_cache(
         self,
@@ -131,8 +133,8 @@ class CpuOps(CpuCollectives):
     ) -> CpuKv:
         key_bytes = kv_heads * _cpu.kv_pitch(page_tokens) * _kv_bytes(key_type, key_dim)
         value_bytes = kv_heads * page_tokens * _kv_bytes(value_type, value_dim)
-        keys = aligned_bytes(pages * key_bytes)
-        values = aligned_bytes(pages * value_bytes + OVERRUN)
+        keys = counted_bytes(self.taken, "kv", pages * key_bytes)
+        values = counted_bytes(self.taken, "kv", pages * value_bytes + OVERRUN)
         handle = _cpu.KvCache(
             keys, values, pages, kv_heads, page_tokens, key_dim, value_dim, key_type, value_type
         )

@@ -6,6 +6,7 @@ arrays hold. More than the plan is a MemoryError that names the numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,12 @@ def aligned_bytes(nbytes: int) -> np.ndarray:
     memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + nbytes]
+
+
+def counted_bytes(taken: Counter[str], purpose: str, nbytes: int) -> np.ndarray:
+    """The same, counted in `taken`."""
+    taken[purpose] += nbytes
+    return aligned_bytes(nbytes)
 
 
 class Scratch:

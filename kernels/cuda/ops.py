@@ -6,6 +6,7 @@ model, and of a batch only where its arrays are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -72,6 +73,10 @@ class CudaOps(CudaCollectives):
         self._constant_memory = self.device.allocate(CONSTANT_BYTES, "constants")
         self._constant_used = self._dummies = 0
         self._constant_lane = Lane(self.device, CONSTANT_BYTES)
+
+    @property
+    def taken(self) -> Counter[str]:
+        return self.device.taken
 
     @property
     def scratch_peak(self) -> int:

@@ -8,6 +8,7 @@ It knows nothing of speed: no scratch memory, no capture, key and value caches a
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class ReferenceOps(ReferenceCollectives):
 
     def __init__(self, keep_bytes: int = KEEP_BYTES) -> None:
         self.keep_bytes = keep_bytes
+        self.taken: Counter[str] = Counter()
 
     # --- memory ---------------------------------------------------------------------------
     def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> ReferenceWeight:
@@ -69,7 +71,9 @@ class ReferenceOps(ReferenceCollectives):
         return ReferenceWeight(rows, _own(weight).type_name, (len(rows), weight.shape[1]), 0)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        return np.zeros(shape, dtype)
+        array = np.zeros(shape, dtype)
+        self.taken["slots"] += array.nbytes
+        return array
 
     def kv_cache(
         self,
@@ -82,9 +86,9 @@ class ReferenceOps(ReferenceCollectives):
         value_type: str,
     ) -> PagedKV:
         shape = pages, page_tokens, kv_heads
-        return PagedKV(
-            np.zeros((*shape, key_dim), np.float32), np.zeros((*shape, value_dim), np.float32)
-        )
+        keys, values = (np.zeros((*shape, dim), np.float32) for dim in (key_dim, value_dim))
+        self.taken["kv"] += keys.nbytes + values.nbytes
+        return PagedKV(keys, values)
 
     def copy_page(self, cache: PagedKV, source: int, target: int) -> None:
         cache.keys[target] = cache.keys[source]
