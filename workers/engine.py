@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ from voltapile.topology.plan import Plan
 from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import Caches
 from voltapile.workers.group import meet
-from voltapile.workers.loading import Progress, Stages, shortage
+from voltapile.workers.loading import TOGETHER, Progress, Stages, beside, comparison, shortage
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.not_finite import Search
 from voltapile.workers.protocol import Result, Row, Sampled, Sampling, Step, Want
@@ -90,6 +90,7 @@ class Engine:
         weights = kind.of_plan(
             self.gguf, self.ops, spec, self.plan, self.rank, lambda f: progress("weights", f)
         )
+        self.copied_bytes = weights.pages.nbytes if weights.pages else 0
         self.model = model_class(spec.architecture)(spec, self.share, weights, self.ops)
         progress("caches", 0.0)
         self.caches = Caches(self.plan, self.ops, self.share)
@@ -107,6 +108,15 @@ class Engine:
                 progress("capture", done / len(self.plan.buckets))
                 self.graphs[rows] = self._record(rows)
         progress("ready", 1.0)
+
+    def memory(self) -> dict[str, tuple[int, int]]:
+        """(planned, allocated) bytes by purpose."""
+        taken = Counter(self.ops.taken)
+        tables = sum(table.nbytes for table in self.caches.tables)
+        taken[TOGETHER if TOGETHER in taken else "slots"] += self.buffer.host.nbytes + tables
+        if self.copied_bytes:
+            taken["weights"] += self.copied_bytes
+        return beside(self.plan.ranks[self.rank].memory, taken)
 
     def run(self, step: Step) -> Result:
         """Compute one Step."""
@@ -321,6 +331,7 @@ def open_engine(
             engine = Engine(plan, ops, gguf, rank, is_dummy)
             engine.load(stages)
             log.info("%s", stages.summary(gguf.tensor_bytes))
+            log.info("%s", comparison(engine.memory()))
             yield engine
         except MemoryError as error:
             raise shortage(error, plan.ranks[rank].memory) from None

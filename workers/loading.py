@@ -1,4 +1,4 @@
-"""How long each stage of loading takes, for the log; and a shortage of memory told beside the Plan.
+"""How long each stage of loading takes, for the log; and memory, or a lack of it, beside the Plan.
 
 Stands between an Engine and whoever hears of its progress. Knows no device.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+TOGETHER = "caches and slots"  # what a GPU's allocations count as one
 Progress = Callable[[str, float], None]  # stage, fraction
 
 
@@ -30,6 +31,20 @@ class Stages:
             speed = f" ({weight_bytes / (end - begin) / 1e9:.1f} GB/s)" if name == "weights" else ""
             parts.append(f"{name} {end - begin:.1f} s{speed}")
         return f"loaded in {times[-1] - times[0]:.1f} s: {', '.join(parts)}"
+
+
+def beside(planned: Mapping[str, int], taken: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """(planned, allocated) bytes for each purpose that a backend tells apart; what the process
+    itself holds (reserve) is not allocated by us."""
+    if TOGETHER in taken:
+        planned = {**planned, TOGETHER: planned["kv"] + planned["slots"]}
+    return {name: (planned[name], taken[name]) for name in sorted(taken) if name in planned}
+
+
+def comparison(both: Mapping[str, tuple[int, int]]) -> str:
+    """E.g. "memory planned / allocated: kv 1.2 GiB / 1.2 GiB, ..."."""
+    parts = [f"{name} {_show(one)} / {_show(other)}" for name, (one, other) in both.items()]
+    return f"memory planned / allocated: {', '.join(parts)}"
 
 
 def shortage(error: MemoryError, planned: Mapping[str, int]) -> MemoryError:

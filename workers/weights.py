@@ -32,6 +32,7 @@ class HugePages:
     """
 
     def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         memory = mmap.mmap(-1, nbytes + HUGE_PAGE)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

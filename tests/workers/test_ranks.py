@@ -48,3 +48,17 @@ def test_layer_mode(
     expected = np.concatenate(list(alone.prompt_logits(ids)))
     np.testing.assert_array_equal(np.concatenate(list(group.prompt_logits(ids))), expected)
     assert drive(group).generate(IDS, 12, chunk=64) == drive(alone).generate(IDS, 12)
+
+
+@pytest.mark.parametrize("mode", ["single", "tensor", "layer"])
+@pytest.mark.parametrize("model", MINI)
+def test_memory_is_as_planned(mini: Path, ranks_for: Make, model: str, mode: str) -> None:
+    options = {} if mode == "single" else {"ranks": 2, "split_mode": mode}
+    group = ranks_for(mini / model / "model-f16.gguf", "cpu", context=1024, **options)
+    for rank, engine in zip(group.plan.ranks, group.engines, strict=True):
+        memory = engine.memory()
+        assert set(memory) | {"reserve"} >= {name for name, size in rank.memory.items() if size}
+        for purpose, (planned, allocated) in memory.items():
+            assert allocated <= planned * 1.02, purpose
+        planned, allocated = map(sum, zip(*memory.values(), strict=True))
+        assert allocated == pytest.approx(planned, rel=0.02)
