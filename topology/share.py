@@ -32,6 +32,11 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     vocab_parts: list[int] = []  # how many rows each rank has; []: this one's sums are whole
     embeds: bool = True  # begins with the token embedding, rather than with what a rank hands on
     answers: bool = True  # ends with the output matrix, rather than handing on
+    experts: Range = (0, 0)  # routed experts, of each layer
+    expert_ffn: Range = (0, 0)  # columns of each of them
+    shared_ffn: Range = (0, 0)  # columns of the shared expert
+    key_heads: list[int] = []  # of delta nets
+    value_heads: list[int] = []  # of delta nets
     previous: int = -1  # the rank that hands on to this one
     following: int = -1  # the rank that this one hands on to
 
@@ -46,36 +51,79 @@ def whole(spec: Spec) -> Share:
     return tensor_shares(spec, [1.0], 1)[0]
 
 
-def tensor_shares(spec: Spec, proportions: Sequence[float], ffn_unit: int) -> list[Share]:
+def tensor_shares(
+    spec: Spec,
+    proportions: Sequence[float],
+    ffn_unit: int,
+    expert_unit: int = 0,
+    shared_unit: int = 1,
+) -> list[Share]:
     """One Share for each of `proportions` (-ts): all layers, a part of each.
 
-    ffn_unit: columns of ffn_down that stay together, e.g. the 256 of a quantisation block."""
+    ffn_unit: columns of ffn_down that stay together, e.g. the 256 of a quantisation block;
+    shared_unit: of the shared expert. expert_unit: of each routed expert; 0: experts stay whole,
+    and each rank has some of them."""
     heads = divide(spec.heads, proportions)
     ffn = divide(spec.ffn, proportions, ffn_unit)
     vocab = divide(spec.vocab, proportions, 64)
     sizes = [end - begin for begin, end in vocab] if len(vocab) > 1 else []
+    layers = list(range(spec.layers))
+    plain = [_share(spec, layers, *parts) for parts in zip(heads, ffn, vocab, strict=True)]
+    experts = _expert_parts(spec, proportions, expert_unit, shared_unit)
+    delta = _delta_parts(spec, proportions)
     return [
-        msgspec.structs.replace(_share(spec, list(range(spec.layers)), *parts), vocab_parts=sizes)
-        for parts in zip(heads, ffn, vocab, strict=True)
+        msgspec.structs.replace(share, vocab_parts=sizes, **experts[rank], **delta[rank])
+        for rank, share in enumerate(plain)
     ]
 
 
 def layer_shares(spec: Spec, proportions: Sequence[float]) -> list[Share]:
     """One Share for each of `proportions`: neighbouring layers, whole."""
     stages = divide(spec.layers, proportions)
-    parts = (0, spec.heads), (0, spec.ffn), (0, spec.vocab)
-    whole_layers = [_share(spec, list(range(*stage)), *parts) for stage in stages]
     last = len(stages) - 1
     return [
         msgspec.structs.replace(
-            share,
+            whole(spec),
+            layers=list(range(*stage)),
             embeds=i == 0,
             answers=i == last,
             previous=i - 1,
             following=-1 if i == last else i + 1,
         )
-        for i, share in enumerate(whole_layers)
+        for i, stage in enumerate(stages)
     ]
+
+
+def _expert_parts(
+    spec: Spec, proportions: Sequence[float], unit: int, shared_unit: int
+) -> list[dict[str, Range]]:
+    """Whole experts for each rank, or a part of every expert."""
+    if spec.experts is None:
+        return [{} for _ in proportions]
+    count, ffn = spec.experts.count, spec.experts.ffn
+    everything = [1.0] if unit else proportions
+    owned = divide(count, everything) * (len(proportions) if unit else 1)
+    columns = divide(ffn, proportions, unit) if unit else [(0, ffn)] * len(proportions)
+    shared = divide(spec.experts.shared_ffn, proportions, shared_unit)
+    return [
+        {"experts": experts, "expert_ffn": part, "shared_ffn": common}
+        for experts, part, common in zip(owned, columns, shared, strict=True)
+    ]
+
+
+def _delta_parts(spec: Spec, proportions: Sequence[float]) -> list[dict[str, list[int]]]:
+    """Value heads in the order of their key heads, so that few ranks share a key head."""
+    delta = spec.delta
+    if delta is None:
+        return [{} for _ in proportions]
+    order = sorted(range(delta.value_heads), key=lambda head: (delta.key_head(head), head))
+    parts = []
+    for begin, end in divide(delta.value_heads, proportions):
+        heads = sorted(order[begin:end])
+        parts.append(
+            {"value_heads": heads, "key_heads": sorted({delta.key_head(head) for head in heads})}
+        )
+    return parts
 
 
 def divide(total: int, proportions: Sequence[float], unit: int = 1) -> list[Range]:

@@ -1,6 +1,7 @@
+import msgspec
 import pytest
 from voltapile.topology.share import divide, layer_shares, tensor_shares, whole
-from voltapile.topology.spec import CacheNeed, Rope, Spec
+from voltapile.topology.spec import CacheNeed, DeltaNet, Experts, Rope, Spec
 
 
 def spec(heads: int, kv_heads: int, ffn: int = 1536, layers: int = 5, vocab: int = 1000) -> Spec:
@@ -86,3 +87,41 @@ def test_ranks_know_whom_they_meet() -> None:
     stages = layer_shares(spec(4, 2), [1.0] * 3)
     assert not any(share.is_part for share in stages)
     assert [(share.previous, share.following) for share in stages] == [(-1, 1), (0, 2), (1, -1)]
+
+
+def mixed() -> Spec:
+    """10 experts of 320 columns, a shared one, and delta nets with 3 value heads a key head."""
+    return msgspec.structs.replace(
+        spec(6, 2),
+        ffn=0,
+        experts=Experts(count=10, used=3, ffn=320, shared_ffn=640),
+        delta=DeltaNet(
+            layers=(0, 1), key_heads=4, value_heads=12, head_dim=32, conv_kernel=4, is_tiled=True
+        ),
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_experts_and_delta_heads_have_one_owner(ranks: int) -> None:
+    shares = tensor_shares(mixed(), [1.0] * ranks, 32, 0, 32)
+    assert [i for share in shares for i in range(*share.experts)] == list(range(10))
+    assert {share.expert_ffn for share in shares} == {(0, 320)}
+    assert [i for share in shares for i in range(*share.shared_ffn)] == list(range(640))
+    assert sorted(head for share in shares for head in share.value_heads) == list(range(12))
+    for share in shares:
+        assert share.key_heads == sorted({head % 4 for head in share.value_heads})
+    kept = sum(len(share.key_heads) for share in shares)
+    assert kept <= 4 + ranks - 1  # neighbours share one at most
+
+
+def test_experts_may_be_cut() -> None:
+    shares = tensor_shares(mixed(), [1.0] * 3, 32, 32, 32)
+    assert [share.expert_ffn for share in shares] == [(0, 96), (96, 224), (224, 320)]
+    assert {share.experts for share in shares} == {(0, 10)}
+
+
+def test_a_stage_has_everything_of_its_layers() -> None:
+    first, second = layer_shares(mixed(), [1.0, 1.0])
+    assert first.experts == second.experts == (0, 10)
+    assert first.value_heads == list(range(12))
+    assert (first.embeds, first.answers, second.previous) == (True, False, 0)
