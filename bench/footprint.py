@@ -1,10 +1,11 @@
-"""What `voltapile serve` takes: seconds to ready, and resident memory of its two processes.
+"""What `voltapile serve` takes: seconds to ready, and resident memory of its processes.
 
     .venv/bin/python bench/footprint.py -m models/SmolLM2-135M-Instruct.Q4_1.gguf
 
 Prints one JSON object. Resident memory is read after a prompt that fills a batch and an answer:
 `anonymous` is what the process holds for itself, `file` the mapped model and libraries. Bounds: the
-worker at most mapped file + KV + 300 MB, the gateway at most 200 MB.
+worker at most mapped file + KV + 300 MB, the gateway at most 200 MB, with its renderer of chat
+templates.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def resident(pid: int) -> dict[str, int]:
     return {kinds[key]: int(value.split()[0]) * 1024 for key, value in pairs if key in kinds}
 
 
-def children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(word) for word in text.split()]
+def children(pid: int, module: bytes) -> list[int]:
+    """The processes that `pid` has started to run a Python module."""
+    pids = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [each for each in pids if module in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 def main() -> None:
@@ -80,7 +82,8 @@ def main() -> None:
         figures = {
             "ready_s": round(ready, 2),
             "gateway": resident(server.pid),
-            "workers": [resident(pid) for pid in children(server.pid)],
+            "renderer": [resident(pid) for pid in children(server.pid, b"gateway.sandbox")],
+            "workers": [resident(pid) for pid in children(server.pid, b"voltapile.workers")],
             "model_bytes": Path(args.model).stat().st_size,
         }
         print(json.dumps(figures))

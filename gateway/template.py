@@ -1,19 +1,19 @@
 """Chat templates: a conversation to the text of a prompt, by the Jinja2 template in the GGUF file.
 
-Templates are strangers' programs, so they run in Jinja's immutable sandbox, and sandbox.py bounds
-their time and sizes. Everything that goes wrong in one is a TemplateError, whose text may be shown
-to the caller. A ChatTemplate does not change after it is built; `render` may run in any thread.
-It knows nothing of token ids.
+Templates are strangers' programs, so they run in a process of their own (renderer.py), which ends
+with the ChatTemplate. Everything that goes wrong in one is a TemplateError, whose text may be shown
+to the caller. A ChatTemplate does not change after it is built. It knows nothing of token ids.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from voltapile.gateway.sandbox import Sandbox, TemplateError
+from voltapile.gateway.renderer import Renderer, TemplateError
 
 __all__ = ["ChatTemplate", "TemplateError"]
 
@@ -25,6 +25,7 @@ _CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _PROBE = "probe-7f3a"
+PROBE_SECONDS = 0.5
 
 
 class ChatTemplate:
@@ -35,9 +36,11 @@ class ChatTemplate:
     ) -> None:
         """tool_source: a second template, used for requests with tools."""
         self.source = source
-        sandbox = Sandbox()
-        self._render = sandbox.compile_chat(source)
-        self._render_tools = sandbox.compile_chat(tool_source) if tool_source else self._render
+        self._tool_source = tool_source or source
+        self._renderer = Renderer()
+        self._turn = asyncio.Lock()
+        for each in (self.source, self._tool_source):
+            self._renderer.check(each)
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._takes_strings = self._shows(_PROBE)
         self._takes_parts = self._shows([{"type": "text", "text": _PROBE}])
@@ -69,8 +72,8 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """kwargs go to the template as they are (enable_thinking, documents, ...)."""
-        render = self._render_tools if tools else self._render
-        return render(
+        return self._renderer.render(
+            self._tool_source if tools else self.source,
             {
                 "documents": None,
                 **kwargs,
@@ -78,8 +81,16 @@ class ChatTemplate:
                 "messages": [self._prepared(message) for message in messages],
                 "tools": list(tools) if tools else None,
                 "add_generation_prompt": add_generation_prompt,
-            }
+            },
         )
+
+    async def rendered(self, messages: Sequence[Message], **kwargs: Any) -> str:
+        """`render`, while the event loop goes on."""
+        async with self._turn:  # or others would wait in the threads that everybody shares
+            return await asyncio.to_thread(self.render, messages, **kwargs)
+
+    def close(self) -> None:
+        self._renderer.close()
 
     def _prepared(self, message: Message) -> dict[str, Any]:
         """A copy in the form that the template expects."""
@@ -102,7 +113,7 @@ class ChatTemplate:
         messages = [{"role": "user", "content": content}]
         variables = {**self._tokens, "messages": messages, "add_generation_prompt": True}
         try:
-            text = self._render(variables, seconds=0.5)
+            text = self._renderer.render(self.source, variables, seconds=PROBE_SECONDS)
         except TemplateError:
             return False
         return _PROBE in text and "'text'" not in text and '"text"' not in text

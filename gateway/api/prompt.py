@@ -19,7 +19,7 @@ async def chat_prompt(services: Services, chat: ChatRequest) -> list[int]:
     """The rendered messages as ids."""
     if services.template is None:
         raise bad_request("this model has no chat template", "messages", "no_chat_template")
-    rendered = await off_loop(chat.body_bytes, _render, services.template, chat)
+    rendered = await _rendered(services.template, chat)
     ids = await off_loop(len(rendered), services.tokenizer.encode_chat, rendered)
     return _checked(services, ids, "messages")
 
@@ -34,9 +34,9 @@ def _encoded(tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]])
     return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
 
-def _render(template: ChatTemplate, chat: ChatRequest) -> str:
+async def _rendered(template: ChatTemplate, chat: ChatRequest) -> str:
     try:
-        return template.render(chat.messages, add_generation_prompt=True, **chat.template_kwargs)
+        return await template.rendered(chat.messages, **chat.template_kwargs)
     except TemplateError as error:
         message = f"the chat template refuses these messages: {error}"
         raise bad_request(message, "messages", "template_error") from error

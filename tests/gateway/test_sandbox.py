@@ -1,62 +1,15 @@
-"""Templates that want too much end with an error, soon and in little memory."""
+"""What templates use works, and errors say where. What they must not do is in test_renderer."""
 
 from __future__ import annotations
 
-import concurrent.futures
-import resource
-import time
 from typing import Any
 
 import pytest
-from voltapile.gateway.sandbox import Sandbox, TemplateError
-
-TOO_MUCH = "too long|more than|too large|not available|recursion|unsafe|No filter|not a constant"
+from voltapile.gateway.sandbox import MAX_LENGTH, Sandbox
 
 
-def render(source: str, seconds: float = 0.3, **variables: Any) -> str:
-    return Sandbox().compile_chat(source)(variables, seconds=seconds)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-        "{{ 'a' * 10**10 }}",
-        "{{ 10**10 * 'a' }}",
-        "{{ [1] * 10**9 }}",
-        "{{ 10**10**10 }}",
-        "{% set n = namespace(x=9) %}{% for i in LOOP %}{% set n.x = n.x * n.x %}{% endfor %}",
-        "{% set n = namespace(x='abc') %}{% for i in LOOP %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "{% set n = namespace(x='abc') %}{% for i in LOOP %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "{% set n = namespace(x=[1]) %}{% for i in LOOP %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "{% set x = 'a' * 9999999 %}{{ x }}{{ x }}",
-        "{{ ('a' * 999999).replace('a', 'b' * 999999) }}",
-        "{{ ('a' * 999999) | replace('a', 'b' * 999999) }}",
-        "{{ ('a' * 999999).join(range(99999)) }}",
-        "{{ range(99999) | join('a' * 999999) }}",
-        "{{ 'a'.ljust(10**10) }}",
-        "{{ 'a'['ljust'](10**10) }}",
-        "{{ 'a' | center(10**10) }}",
-        "{{ '%9999999999d' % 1 }}",
-        "{{ '%*d' % (10**10, 1) }}",
-        "{{ '{:9999999999}'.format(1) }}",
-        "{{ '{:{}}'.format(1, 10**10) }}",
-        "{{ [1] | tojson(indent=10**10) }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ x.append(1) }}",
-    ],
-)
-def test_hostile_templates(source: str) -> None:
-    source = source.replace("LOOP", "range(60)")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.monotonic()
-    with pytest.raises(TemplateError, match=TOO_MUCH):
-        render(source, x=[])
-    assert time.monotonic() - begin < 10
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    assert grown < 400, f"{grown:.0f} MiB"
+def answer(source: str, **variables: Any) -> tuple[str, str]:
+    return Sandbox().answer(source, variables)
 
 
 @pytest.mark.parametrize(
@@ -87,20 +40,38 @@ def test_hostile_templates(source: str) -> None:
     ],
 )
 def test_what_templates_use_works(source: str, text: str) -> None:
-    assert render(source) == text
+    assert answer(source) == ("text", text)
 
 
-def test_errors_say_where_and_why() -> None:
-    with pytest.raises(TemplateError, match=r"^line 2: "):
-        Sandbox().compile_chat("ok\n{% if %}")
-    with pytest.raises(TemplateError, match="can only concatenate str"):
-        render("{{ 'a' + none }}")
-    with pytest.raises(TemplateError, match="cannot be compiled"):
-        Sandbox().compile_chat("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("ok\n{% if %}", "line 2: Expected an expression"),
+        ("a\n\n{{ 'a' + none }}", "line 3: can only concatenate str"),
+        (
+            "{% for x in [1] %}\n{{ x.y.z }}{% endfor %}",
+            "line 2: 'int object' has no attribute 'y'",
+        ),
+        ("{% macro m() %}\n{{ 1 + 'a' }}{% endmacro %}\n\n{{ m() }}", "line 2: unsupported"),
+        ("{{ ''.__class__.__mro__ }}", "line 1: access to attribute '__class__'"),
+        ("\n{{ x.append(1) }}", "line 2: "),
+        ("{{ range(10**9) }}", "line 1: Range too big"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "line 1: maximum recursion"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "maximum recursion"),
+        ("{% set x = 'a' * 9999999 %}{{ x }}\n{{ x }}", f"it makes more than {MAX_LENGTH}"),
+        ("\n{{ raise_exception('no such role') }}", "no such role"),
+    ],
+)
+def test_errors_say_where_and_why(source: str, error: str) -> None:
+    kind, text = answer(source, x=[])
+    assert kind == "error"
+    assert text.startswith(error)
 
 
-def test_many_threads_render_at_once() -> None:
-    function = Sandbox().compile_chat("{% for i in range(n) %}{{ i }},{% endfor %}")
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        texts = list(pool.map(lambda n: function({"n": n}), range(40)))
-    assert texts == ["".join(f"{i}," for i in range(n)) for n in range(40)]
+def test_templates_are_kept_but_not_all() -> None:
+    sandbox = Sandbox()
+    for n in range(30):
+        assert sandbox.answer(f"{n} {{{{ x }}}}", {"x": "y"}) == ("text", f"{n} y")
+    assert len(sandbox._templates) <= 8
+    assert sandbox.answer("{{", None)[0] == "error"
+    assert sandbox.answer("{{ x.y.z }}", None) == ("text", "")

@@ -125,13 +125,15 @@ def ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
             return error.code, json.load(error)
 
 
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def workers(pid: int) -> list[int]:
+    """All that it has started but the renderer of its chat template."""
+    pids = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [p for p in pids if b"gateway.sandbox" not in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 def mine(program: Running) -> set[str]:
     """Names of the files that a server made: its plan, its socket, its Board."""
-    [worker] = children(program.process.pid)
+    [worker] = workers(program.process.pid)
     command = Path(f"/proc/{worker}/cmdline").read_text().split("\0")
     path = next(Path(word) for word in command if word.endswith(".json"))
     plan = json.loads(path.read_text())
@@ -169,7 +171,7 @@ def test_a_second_signal_does_not_wait(serve: Callable[..., Running]) -> None:
     program = serve()
     program.until("^ready")
     made = mine(program)
-    [worker] = children(program.process.pid)
+    [worker] = workers(program.process.pid)
     os.kill(worker, signal.SIGSTOP)
     program.signal(signal.SIGINT)
     program.until("stopping")
@@ -273,7 +275,7 @@ def test_all_of_it_with_the_real_worker(start: Start, mini: Path) -> None:
         for line in stream:
             if line.startswith(b"data: {"):
                 if not tokens:  # one worker less, and nobody notices
-                    os.kill(children(program.process.pid)[0], signal.SIGKILL)
+                    os.kill(workers(program.process.pid)[0], signal.SIGKILL)
                 tokens += json.loads(line[6:])["choices"][0].get("tokens", [])
     assert len(tokens) == 400
     assert tokens[:40] == whole["tokens"]

@@ -1,3 +1,5 @@
+import asyncio
+import contextlib
 import json
 from dataclasses import replace
 
@@ -71,10 +73,19 @@ async def test_a_long_chat_names_messages(services):
 
 
 async def test_what_the_template_refuses_is_the_callers_fault(services):
-    strict = replace(services, template=ChatTemplate("{{ raise_exception('no such role') }}"))
-    with pytest.raises(ApiError, match="no such role") as caught:
-        await chat_prompt(strict, chat())
-    assert caught.value.status == 400
+    for source, error in (("{{ raise_exception('no such role') }}", "no such role"),
+                          ("ok\n{{ 'a' * 10**9 if add_generation_prompt }}", "memory"),
+                          ("ok\n{{ messages[0].content.x.y }}", "line 2: ")):  # fmt: skip
+        with contextlib.closing(ChatTemplate(source)) as strict:
+            with pytest.raises(ApiError, match=error) as caught:
+                await chat_prompt(replace(services, template=strict), chat())
+            assert caught.value.status == 400
+            assert caught.value.param == "messages"
+
+
+async def test_templates_of_many_requests_are_rendered_one_at_a_time(services):
+    prompts = await asyncio.gather(*(chat_prompt(services, chat(f"n{i}")) for i in range(20)))
+    assert [bytes(ids[6:-14]).count(b"n") for ids in prompts] == [1] * 20
 
 
 async def test_no_template_at_all(services):
