@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+BLOCK = 256  # values of which only the largest is looked at first
 Pairs = list[tuple[int, float]]  # (id, log-probability)
 
 
@@ -51,7 +52,12 @@ def best(values: np.ndarray, count: int) -> list[int]:
     """Ids of the `count` largest, largest first, equal ones by id; never one of -inf."""
     if count <= 0:
         return []
-    least = np.partition(values, -min(count, len(values)))[-min(count, len(values))]
-    ids = np.flatnonzero((values >= least) & (values > -np.inf))
+    # So many blocks have a value as large as the least of their largest: a bound for one pass more.
+    blocks = len(values) // BLOCK
+    firsts = values[: blocks * BLOCK].reshape(blocks, BLOCK).max(axis=1) if blocks else values
+    firsts = values if len(firsts) < count else firsts
+    most = min(count, len(firsts))
+    ids = np.flatnonzero(values >= np.partition(firsts, -most)[-most])
+    ids = ids[values[ids] > -np.inf]
     order = np.argsort(-values[ids], kind="stable")[:count]
     return [int(i) for i in ids[order]]

@@ -50,3 +50,14 @@ def test_the_best() -> None:
     assert best(values, 0) == []
     assert best(values, 3) == [1, 3, 4]
     assert best(values, 99) == [1, 3, 4, 0]
+
+
+@pytest.mark.parametrize("size", [3, 255, 256, 700, 5000])
+@pytest.mark.parametrize("count", [1, 2, 20])
+def test_the_best_of_many(size: int, count: int) -> None:
+    rng = np.random.default_rng(size)
+    for values in (rng.standard_normal(size), rng.integers(0, 4, size), np.zeros(size)):
+        values = values.astype(np.float32)
+        values[rng.random(size) < 0.3] = -np.inf
+        order = sorted(range(size), key=lambda i: (-values[i], i))
+        assert best(values, count) == [i for i in order[:count] if values[i] > -np.inf]
