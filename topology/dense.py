@@ -64,21 +64,15 @@ def _layers(keys: Keys) -> tuple[int, int]:
 
 
 def cache(
-    layers: Sequence[int],
-    kv_heads: int,
-    key_dim: int,
-    value_dim: int,
-    window: int = 0,
-    index_dim: int = 0,
+    layers: Sequence[int], kv_heads: int, key_dim: int, value_dim: int, window: int = 0
 ) -> CacheNeed:
     return CacheNeed(
-        kind="window" if window else "qsa" if index_dim else "full",
+        kind="window" if window else "full",
         layers=tuple(layers),
         kv_heads=kv_heads,
         key_dim=key_dim,
         value_dim=value_dim,
         window=window,
-        index_dim=index_dim,
     )
 
 

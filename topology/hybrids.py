@@ -239,7 +239,9 @@ def _with_indexer(keys: Keys, spec: Spec) -> Spec:
     )
     dims = spec.kv_heads, spec.key_dim, spec.value_dim
     caches = [cache(dense, *dims)] if dense else []
-    caches += [cache(sparse, *dims, index_dim=indexer.key_dim)] if sparse else []
+    if sparse:
+        index = {"index_dim": indexer.key_dim, "index_block": indexer.block}
+        caches.append(msgspec.structs.replace(cache(sparse, *dims), kind="qsa", **index))
     return msgspec.structs.replace(spec, caches=tuple(caches), indexer=indexer)
 
 

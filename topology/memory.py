@@ -5,11 +5,12 @@ Upper bounds, because workers allocate what the Plan says and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from voltapile.topology.plan import PlanError
+from voltapile.topology.scratch import scratch_bytes, state_bytes
 from voltapile.topology.spec import Spec
 
 if TYPE_CHECKING:
@@ -19,14 +20,12 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 8704  # one slot's state (8,324 bytes in use: a bias takes 8,192) and answer (176)
 TOKEN_BYTES = 64  # one token's fields in the step's input, on the host and on the device
-ALLOCATION_BYTES = 64  # alignment of each scratch array
-LAYER_ARRAYS = 64  # more than a layer and the ends of a step allocate
 VRAM_BLOCK = 64 << 20  # shared by small tensors
 VRAM_PIECE = 2 << 20  # of which the driver hands out whole numbers
 COPY_SLACK = 128  # behind a tensor copied into host memory: bytes that kernels may read past it
 HUGE_PAGE = 2 << 20
 VRAM_SLACK = 512  # behind a tensor: alignment, and bytes that kernels may read past it
-LONGEST_BLOCK = 256  # values of a quantisation block, of which ranks may share one
+ALWAYS = ("weights", "kv", "scratch", "slots", "reserve")  # are told of, even where they are 0
 MOST_COLUMNS = 2**26  # more pages than any memory holds
 
 
@@ -46,11 +45,13 @@ class Sizes:
     table: int  # one more page in every slot's tables
     history: int  # the tokens of one more page in every slot
     weights: int = 0  # in VRAM or copied; what stays in the mapped file does not count
+    state: int = 0  # of all slots, beside their pages
     communication: int = 0  # what other ranks write to this one
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.scratch + self.slots + self.communication + self.reserve
+        own = self.weights + self.state + self.scratch + self.slots
+        return own + self.communication + self.reserve
 
     def pages(self, columns: int) -> list[int]:
         """Of each group, the trash page included."""
@@ -68,46 +69,85 @@ class Sizes:
         found = {
             "weights": self.weights,
             "kv": self.kv(columns),
+            "state": self.state,
             "scratch": self.scratch,
             "slots": self.slots + (columns + 1) * self.table + context * self.history,
             "communication": self.communication,
             "reserve": self.reserve,
         }
-        if not self.communication:
-            del found["communication"]  # alone
-        return found
+        return {name: nbytes for name, nbytes in found.items() if nbytes or name in ALWAYS}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step is made for."""
+
+    slots: int
+    batch: int  # most tokens of a step
+    steps_in_flight: int
 
 
 def sizes(
     spec: Spec,
     backend: Backend,
-    caches: list[CacheGroup],
+    caches: Sequence[CacheGroup],
     share: Share,
     ranks: int,
-    slots: int,
-    batch: int,
-    steps_in_flight: int,
+    load: Load,
     weights: int,
+    host_layers: Collection[int] = (),
 ) -> Sizes:
-    """Of one of `ranks` ranks. caches: groups whose pages are not counted yet."""
+    """Of one of `ranks` ranks, in the memory that it computes in. caches: groups whose pages are
+    not counted yet; host_layers: those whose pages are not here."""
+    slots, batch = load.slots, load.batch
+    here = [layer for layer in share.layers if layer not in host_layers]
     return Sizes(
         scratch=scratch_bytes(spec, backend, share, batch, slots),
         slots=(slots + 1) * SLOT_BYTES + (batch + slots) * TOKEN_BYTES,
         reserve=backend.reserve_bytes,
-        page=tuple(page_bytes(group, share) for group in caches),
-        most=tuple(_most_pages(group, slots, steps_in_flight * batch) for group in caches),
+        page=tuple(page_bytes(group, share, here) for group in caches),
+        most=_most(caches, load),
         table=2 * 4 * (slots + 1) * len(caches),  # int32, on the host and on the device
         history=4 * (slots + 1) * backend.page_tokens,
         weights=weights,
+        state=(slots + 1) * state_bytes(spec, share),
         communication=ranks * backend.group_bytes if ranks > 1 else 0,
     )
 
 
-def page_bytes(group: CacheGroup, share: Share) -> int:
-    """Of one page of the group, what lies with a rank of this Share: its layers' and KV heads'."""
-    layers = len(set(group.layers) & set(share.layers))
+def host_sizes(
+    backend: Backend,
+    caches: Sequence[CacheGroup],
+    share: Share,
+    load: Load,
+    weights: int,
+    host_layers: Collection[int],
+) -> Sizes:
+    """Of a rank that computes in VRAM: what it keeps in the host's memory."""
+    there = [layer for layer in share.layers if layer in host_layers]
+    return Sizes(
+        scratch=0,
+        slots=0,
+        reserve=backend.host_reserve_bytes,
+        page=tuple(page_bytes(group, share, there) for group in caches),
+        most=_most(caches, load),
+        table=0,
+        history=0,
+        weights=weights,
+    )
+
+
+def page_bytes(group: CacheGroup, share: Share, layers: Sequence[int]) -> int:
+    """Of one page of the group, what a rank of this Share keeps of these layers: its KV heads'."""
+    count = len(set(group.layers) & set(layers))
+    heads = group.page_bytes // len(group.layers) - group.index_bytes
     kv_heads = share.kv_heads[1] - share.kv_heads[0]
-    return group.page_bytes // (len(group.layers) * group.kv_heads) * layers * kv_heads
+    return count * (heads // group.kv_heads * kv_heads + group.index_bytes)
+
+
+def _most(caches: Sequence[CacheGroup], load: Load) -> tuple[int, ...]:
+    tokens = load.steps_in_flight * load.batch
+    return tuple(_most_pages(group, load.slots, tokens) for group in caches)
 
 
 def _most_pages(group: CacheGroup, slots: int, tokens: int) -> int:
@@ -120,45 +160,6 @@ def _most_pages(group: CacheGroup, slots: int, tokens: int) -> int:
         return MOST_COLUMNS
     window = -(-group.window // group.page_tokens)
     return slots * (2 * window + 3) + -(-tokens // group.page_tokens)
-
-
-def scratch_bytes(spec: Spec, backend: Backend, share: Share, batch: int, slots: int) -> int:
-    """Most scratch memory of a step of T tokens and R sampled rows, all arrays float32.
-
-    A = backend.activation_bytes: what a linear's input costs again in the backend's own form.
-    A layer's attention and its FFN take turns in the same place. Heads and columns are those of the
-    rank's Share; V' = its rows of the output matrix.
-
-        ends    4 T (D + rope) + (4 + A) T D + 4 T D    residual, angles, sampled rows, their norm
-                + 4 R (2 V + V')                        logits, the sampler's copy, the rank's part
-        attention (4 + A) T D                           norm
-                + 4 T (2 q + 2 k + v) + (4 + A) T o     projections, norms of heads, output
-                + (4 + A) T o'                          output within whole blocks of columns
-                + 4 T H (v_dim + 2) + 4 T D             partial sums, output before its norm
-        FFN     (4 + A) T D                             norm
-                + 2 * 4 T F + (4 + A) T F + 4 T D       gate, up, their product, output
-
-    q, o = H * key_dim, H * value_dim; k, v alike for KV heads; F = ffn. R is slots, but a prompt's
-    probabilities take hidden rows of all T tokens, so the ends count T of them.
-    """
-    tokens = max(batch, slots)
-    own = 4.0 + backend.activation_bytes
-    heads, kv_heads, ffn, vocab = (
-        end - begin for begin, end in (share.heads, share.kv_heads, share.ffn, share.vocab)
-    )
-    is_part = heads < spec.heads or ffn < spec.ffn
-    q, k = heads * spec.key_dim, kv_heads * spec.key_dim
-    o, v = heads * spec.value_dim, kv_heads * spec.value_dim
-    ropes = spec.rope.dims + (spec.rope_window.dims if spec.rope_window else 0)
-    ends = 4 * (spec.width + ropes) + own * spec.width + 4 * spec.width
-    attention = own * spec.width + 4 * (2 * q + 2 * k + v) + own * o
-    attention += own * (o + LONGEST_BLOCK) if is_part else 0
-    attention += 4 * heads * (spec.value_dim + 2) + 4 * spec.width
-    feed_forward = own * spec.width + 8 * ffn + own * ffn + 4 * spec.width
-    rows = slots * (2 * spec.vocab + (vocab if is_part else 0)) if share.answers else 0
-    whole = tokens * (ends + max(attention, feed_forward)) + 4 * rows
-    unpacked = backend.unpacked_bytes * spec.width * max(ffn, q, o)
-    return int(whole + unpacked) + LAYER_ARRAYS * ALLOCATION_BYTES + backend.workspace_bytes
 
 
 def memory_of(machine: Machine, backend: Backend, device: int = 0) -> tuple[str, int, int]:

@@ -36,6 +36,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int = 0  # scratch bytes beside what follows from the model's shapes
     unpacked_bytes: float = 0.0  # scratch bytes for each value of a layer's largest matrix
     choices: dict[str, str] = {}  # what changes bits, for the Plan's choices
+    host_reserve_bytes: int = 0  # what the process holds of the host's memory, if in_vram
     group_bytes: int = 0  # what a rank of several keeps for each of them to be written to
 
 
@@ -56,10 +57,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     split_mode: str = ""  # -sm: none | layer | tensor | experts; "" means choose
     tensor_split: list[float] = []  # -ts: proportions of the ranks; [] means equal ones
     devices: list[int] = []  # --device: GPUs by their index; [] means those that help
+    gpu_layers: int = -1  # -ngl: last layers in VRAM, the output matrix one of them; -1: all
+    cpu_moe: int = 0  # --n-cpu-moe: first layers whose experts do not stay in VRAM
+    overrides: list[str] = []  # -ot: rules, see overrides.py; the first that matches is obeyed
+    fit: bool = True  # move out of VRAM what does not fit and no rule speaks of
+    host_bytes: int = 0  # --host-memory: free memory of the host, whatever the probe sees
+    vram_bytes: list[int] = []  # --vram: free memory of each GPU, or of all of them
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one tensor lives. tier: vram | pinned | host | mapped. split: none | rows | columns."""
+    """Where one tensor lives. tier: vram; pinned: host memory that GPUs read; host: memory whose
+    CPU computes with it; mapped: the file. split: none | experts | rows | columns. ranks: those
+    that keep a part of it; none: it is not used."""
 
     tier: str
     ranks: list[int]
@@ -90,14 +99,25 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     page_bytes: int
     pages: int
+    index_bytes: int = 0  # of each layer's part of page_bytes: what every rank keeps whole
 
     def first_page(self, start: int) -> int:
         """The number of the first page that a row which starts there reads."""
         return max(0, start - self.window + 1) // self.page_tokens if self.window else 0
 
 
+class Override(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rule for placing tensors took."""
+
+    rule: str
+    place: str  # vram | pinned | host | mapped | rank N
+    tensors: int
+    bytes: int
+
+
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process. memory: bytes by purpose (weights, kv, scratch, slots, reserve ...)."""
+    """One worker process. memory: bytes by purpose (weights, kv, state, scratch, slots,
+    communication, reserve), in VRAM where the device is a GPU; host: those beside it, in memory."""
 
     rank: int
     share: Share  # what it computes of the model
@@ -108,6 +128,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     memory: dict[str, int]
     mapped_bytes: int  # of the model file; shared page cache, not counted in memory
+    host: dict[str, int] = {}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,8 +151,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     caches: list[CacheGroup]
     tensors: dict[str, Placement]
     mode: str = "single"  # single | layer | tensor | experts
+    shared: dict[str, int] = {}  # bytes of host memory that all ranks read, by purpose
+    overrides: list[Override] = []
+    notes: list[str] = []  # what was chosen, and why
     choices: dict[str, str] = {}  # everything that changes bits, named
     warnings: list[str] = []
+
+
+def unbuilt(plan: Plan) -> str:
+    """Why this Plan cannot be carried out yet, though it can be made; "" if it can."""
+    if not any(rank.device.startswith("cuda") for rank in plan.ranks):
+        return ""
+    outside: dict[str, int] = {}
+    for each in plan.tensors.values():
+        if each.tier != "vram" and each.ranks:
+            outside[each.tier] = outside.get(each.tier, 0) + each.bytes
+    if outside:
+        told = ", ".join(f"{nbytes / 2**30:.2f} GiB {tier}" for tier, nbytes in outside.items())
+        return (
+            f"this Plan keeps weights outside VRAM ({told}), which can be planned and not computed "
+            "yet: take a smaller model, quantisation or -c, more GPUs, or -ngl 0 for the CPU"
+        )
+    for rule in plan.overrides:
+        if rule.tensors and rule.place.startswith("rank"):
+            return f"{rule.rule}: placing tensors on one GPU can be planned and not computed yet"
+    return ""
 
 
 def sealed(unsealed: Plan) -> Plan:

@@ -18,6 +18,7 @@ from voltapile.shm.gguf import Tensor
 from voltapile.topology.budget import Budget, Pool, choose_context, show
 from voltapile.topology.machine import Machine
 from voltapile.topology.memory import (
+    Load,
     Sizes,
     copied_bytes,
     memory_of,
@@ -150,13 +151,11 @@ def _draft(
     groups = _cache_groups(spec, backend, options)
     slots = options.slots or DEFAULT_SLOTS
     steps = 1 if mode == "layer" else STEPS_IN_FLIGHT
+    load = Load(slots, options.batch_tokens, steps)
     needs = [
-        sizes(
-            spec, backend, groups, share, len(found), slots, options.batch_tokens, steps,
-            _weight_bytes(kept, backend, options),
-        )
+        sizes(spec, backend, groups, share, len(found), load, _weight_bytes(kept, backend, options))
         for share, kept in zip(found, parts, strict=True)
-    ]  # fmt: skip
+    ]
     pools = _pools(gguf, machine, backend, options, places, needs)
     budget = Budget(pools, options.margin_bytes, backend.page_tokens)
     devices = [f"cuda:{machine.gpus[i].index}" if backend.in_vram else "cpu" for i in places]

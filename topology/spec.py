@@ -34,7 +34,8 @@ class CacheNeed(msgspec.Struct, frozen=True, kw_only=True):
     key_dim: int
     value_dim: int
     window: int = 0  # a token sees so many positions, its own included; 0: all
-    index_dim: int = 0  # of the keys by which qsa chooses blocks, beside the others; one head
+    index_dim: int = 0  # of the keys by which qsa chooses blocks, beside the others; one head,
+    index_block: int = 1  # and one key for so many positions
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 from voltapile.topology.budget import Pool
-from voltapile.topology.memory import Sizes, row_bytes, scratch_bytes, sizes
+from voltapile.topology.memory import Load, Sizes, row_bytes, sizes
 from voltapile.topology.plan import Backend, CacheGroup, PlanError
+from voltapile.topology.scratch import scratch_bytes
 from voltapile.topology.share import whole
 from voltapile.topology.spec import Rope, Spec
 
@@ -28,7 +29,7 @@ def scratch(spec: Spec, backend: Backend, batch: int, slots: int) -> int:
 
 
 def alone(groups: list[CacheGroup], slots: int, batch: int) -> Sizes:
-    return sizes(SPEC, BACKEND, groups, whole(SPEC), 1, slots, batch, 2, 0)
+    return sizes(SPEC, BACKEND, groups, whole(SPEC), 1, Load(slots, batch, 2), 0)
 
 
 def test_row_bytes() -> None:
