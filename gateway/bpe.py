@@ -49,11 +49,13 @@ def build(vocabulary: Vocabulary) -> Bpe:
 
 
 def _byte_level(vocabulary: Vocabulary) -> Bpe:
-    pre = PRE_TOKENIZERS.get(vocabulary.pre or "")
+    if vocabulary.pre is None:
+        log.warning("the file has no tokenizer.ggml.pre; 'default' may cut words in wrong places")
+    name = vocabulary.pre if vocabulary.pre is not None else "default"
+    pre = PRE_TOKENIZERS.get(name)
     if pre is None:
-        found = "missing" if vocabulary.pre is None else f"'{vocabulary.pre}'"
         supported = ", ".join(sorted(PRE_TOKENIZERS))
-        raise TokenizerError(f"tokenizer.ggml.pre is {found}; supported are {supported}")
+        raise TokenizerError(f"tokenizer.ggml.pre is '{name}'; supported are {supported}")
     ids = vocabulary.text_to_id()
     merges = [m for m in vocabulary.merges if m[0] in ids and m[1] in ids and m[0] + m[1] in ids]
     left_out = len(vocabulary.merges) - len(merges)

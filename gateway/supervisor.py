@@ -27,6 +27,7 @@ from voltapile.topology.endpoint import default_endpoint, prepare, runtime_direc
 from voltapile.topology.plan import Plan, to_json
 
 LAST_WORDS = 20  # lines of standard error kept for the reason
+NEWS = " INFO "  # in a line of the worker's log that explains nothing
 RENEW_SECONDS = 1.0  # age of a heartbeat that may be on an old Board
 ASK_SECONDS, TERM_SECONDS = 1.0, 0.8  # together with SIGKILL well under three seconds
 
@@ -284,8 +285,9 @@ async def _listen(pipe: int, words: deque[str]) -> None:
                 continue
             text = line.decode(errors="replace").rstrip()
             if text:
-                words.append(text)
                 _pass_on(text)
+            if text and NEWS not in text:
+                words.append(text)
     finally:
         transport.close()
 

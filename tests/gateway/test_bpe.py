@@ -103,6 +103,14 @@ def test_ids_are_places_whatever_the_texts_are() -> None:
     assert made.vocab_size == 6
 
 
+def test_a_file_without_pre_is_cut_the_default_way(caplog: pytest.LogCaptureFixture) -> None:
+    tokens = ["a", "1", "2", "12", "Ġ"]
+    made = byte_level(tokens, ["1 2"], pre=None)
+    assert "no tokenizer.ggml.pre" in caplog.text
+    for text in ("a12", "1 12", "1212"):
+        assert made.encode(text) == byte_level(tokens, ["1 2"], pre="default").encode(text)
+
+
 def test_ignore_merges_takes_whole_words() -> None:
     tokens, merges = ["a", "b", "c", "ab", "abc"], ["a b"]
     assert byte_level(tokens, merges).encode("abc") == [3, 2]

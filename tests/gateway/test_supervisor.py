@@ -51,6 +51,10 @@ def exists(pid: int) -> bool:
     ("code", "reason"),
     [
         ("raise SystemExit(3)", "the worker ended with exit code 3"),
+        (
+            "import sys; sys.stderr.write('bad luck\\nnow INFO loaded\\n'); sys.exit(4)",
+            "the worker ended with exit code 4: bad luck",
+        ),
         ("raise SystemExit('no\\nsuch file')", "the worker ended with exit code 1: such file"),
         ("import os; os.kill(os.getpid(), 9)", "the worker was ended by SIGKILL"),
         ("import os; os.kill(os.getpid(), 40)", "the worker was ended by signal 40"),

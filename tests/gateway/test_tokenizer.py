@@ -164,7 +164,6 @@ def test_longest_special_token_wins_and_user_defined_ones_always_count() -> None
     [
         ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; supported are gpt2, llama"),
         ({"pre": "nonsense"}, "tokenizer.ggml.pre is 'nonsense'; supported are .*smollm"),
-        ({"pre": None}, "tokenizer.ggml.pre is missing; supported are"),
     ],
 )
 def test_unknown_vocabularies_are_named(keys: dict[str, Any], words: str) -> None:
