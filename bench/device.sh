@@ -48,7 +48,11 @@ setup() {
   done
   [ -d "$site/msgspec" ] || $python -m pip install -q --no-index --no-deps --no-compile \
     --no-cache-dir --target "$site" device/wheels/*.whl
-  for module in device/_cpu*.so; do [ -f "$module" ] && cp -n "$module" kernels/cpu/; done
+  for module in device/_cpu*.so; do
+    if [ -f "$module" ] && [ ! -f "kernels/cpu/$(basename "$module")" ]; then
+      cp "$module" kernels/cpu/
+    fi
+  done
   [ -d "$models/ptx" ] || tar -C "$models" -xzf device/ptx.tar.gz
   if [ -f device/golden.tar.gz ] && [ ! -d ../shared/golden ]; then
     mkdir -p ../shared/golden
@@ -112,7 +116,7 @@ test_rope or test_embed or test_gather or test_rms_norm_of_heads or recorded_ste
 test_begin or test_finish_codes or test_not_finite or penalties or the_best_come)"
 
 sanitize() {
-  stage "${SANITIZE_SECONDS:-400}" "$1" compute-sanitizer --tool "$1" --error-exitcode 9 \
+  stage "${SANITIZE_SECONDS:-200}" "$1" compute-sanitizer --tool "$1" --error-exitcode 9 \
     --target-processes all --print-limit 20 "$(command -v "$python")" -m pytest -q -W default \
     --timeout 0 -p no:cacheprovider tests/gpu -k "$small ${SELECT:+and ($SELECT)}"
 }
