@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
+from voltapile.gateway.crew import UNHEARD, Crew, Progress
 from voltapile.gateway.request import Chunk, Refused, Request
 from voltapile.gateway.scheduler import Scheduler
 from voltapile.gateway.stream import Stream
 from voltapile.gateway.supervisor import Restarts, Supervisor, is_taken
+from voltapile.gateway.watchdog import Vitals, Watchdog
 from voltapile.gateway.wire import Wire
 from voltapile.topology.endpoint import prepare
 from voltapile.topology.plan import Plan
@@ -43,10 +44,7 @@ RETRY_SECONDS = 5  # what a client that gets 503 is told
 RACE_SECONDS = 2.0  # a Ready that crossed the first Step on its way is at most this late
 WATCH_SECONDS = 0.25
 LAST_WORDS_SECONDS = 0.05  # a dead worker's last message may still be on its way
-LOADING_SECONDS = 60.0  # longest silence while a worker starts and loads
 SILENT_STEP_SECONDS = 600.0  # longest Step of a worker that has no heartbeat
-
-HeartbeatAge = Callable[[], float | None]  # seconds; None: no worker has a heartbeat yet
 
 
 class EngineUnavailable(Exception):
@@ -63,6 +61,7 @@ class Health:
     stage: str = ""  # while loading
     fraction: float = 0.0
     reason: str = ""  # why it failed, or why it is loading again
+    ranks: tuple[Progress, ...] = ()  # while loading, where there are several
 
 
 @dataclass
@@ -87,8 +86,8 @@ class EngineStats:
 class Engine:
     """async with Engine(plan) as engine: ...
 
-    supervisor None: the workers are started by someone else. heartbeat_age tells how long ago
-    the quietest rank wrote its timestamp (Board); more than heartbeat_seconds is a dead rank.
+    supervisor None: the workers are started by someone else. vitals: who is alive; a silence of
+    more than heartbeat_seconds is a dead rank.
     max_gap: seconds between two tokens of a stream while prompts are computed.
     """
 
@@ -96,22 +95,20 @@ class Engine:
         self,
         plan: Plan,
         supervisor: Supervisor | None = None,
-        heartbeat_age: HeartbeatAge = lambda: None,
+        vitals: Vitals | None = None,
         heartbeat_seconds: float = 4.0,
         restarts: Restarts | None = None,
         max_gap: float = 0.25,
     ) -> None:
         self.plan = plan
         self._supervisor = supervisor
-        self._heartbeat_age = heartbeat_age
-        self._heartbeat_seconds = heartbeat_seconds
+        self._vitals = vitals
+        self._watchdog = Watchdog(vitals, supervisor, heartbeat_seconds)
         self._restarts = restarts or Restarts()
         self._scheduler = Scheduler(plan, max_gap)
         self._streams: dict[int, Stream] = {}
-        self._names = [f"text-{rank.rank}" for rank in plan.ranks]
-        self._answers = f"text-{plan.answer_rank}"
-        self._ready: dict[str, int] = {}  # name -> instance
-        self._health = Health("loading", "waiting for the worker")
+        self._crew = Crew(plan)
+        self._health = Health("loading", UNHEARD)
         self._stats = EngineStats()
         self._sent_at = 0.0  # when the oldest Step in flight left
         self._alive_at = time.monotonic()  # when workers were started or ready
@@ -166,6 +163,11 @@ class Engine:
     def health(self) -> Health:
         return self._health
 
+    @property
+    def memory(self) -> dict[int, dict[str, tuple[int, int]]]:
+        """(planned, allocated) bytes of each rank by purpose, once it has loaded."""
+        return self._crew.memory
+
     def stats(self) -> EngineStats:
         return replace(
             self._stats,
@@ -213,11 +215,11 @@ class Engine:
     def _send(self, message: Message) -> None:
         # What is sent to nobody is dropped, and _watch or a new Ready finds that out.
         frames = encode(message)
-        for name in self._names:
+        for name in self._crew.names:
             self._wire.send(name, frames)
 
     def _receive(self, name: str, frames: list[bytes]) -> None:
-        if name not in self._names:
+        if name not in self._crew.names:
             log.warning("a message from %r, which is not in the plan", name)
             return
         try:
@@ -230,13 +232,14 @@ class Engine:
     def _handle(self, name: str, message: Message) -> None:
         match message:
             case Result():
-                if name == self._answers:
+                if name == self._crew.answers:
                     self._take(message)
             case Ready():
                 self._take_ready(name, message)
             case Stats():
-                if name not in self._ready and self._health.status == "loading":
-                    self._progress(message)
+                self._crew.hear(message)
+                if self._health.status == "loading":
+                    self._progress()
             case Failed():
                 self._take_failed(name, message)
             case _:
@@ -254,24 +257,27 @@ class Engine:
         self._pump()
         self._deliver(chunks)
 
-    def _progress(self, stats: Stats) -> None:
-        stage, fraction = stats.values.get("stage"), stats.values.get("fraction")
-        if isinstance(stage, str) and isinstance(fraction, int | float):
-            self._health = replace(self._health, stage=stage, fraction=float(fraction))
+    def _progress(self) -> None:
+        stage, fraction = self._crew.slowest()
+        ranks = tuple(self._crew.progress()) if len(self._crew.names) > 1 else ()
+        self._health = replace(self._health, stage=stage, fraction=fraction, ranks=ranks)
 
     # --- workers come and go --------------------------------------------------------------
 
     def _take_ready(self, name: str, ready: Ready) -> None:
         if ready.plan != self.plan.id:
             reason = f"{name} runs plan {ready.plan}, and the gateway plan {self.plan.id}"
-            if not self._ready:
+            if self._crew.is_empty:
                 self._give_up(reason)
             self._send(Stop(reason=reason))
             return
-        if name in self._ready and not self._is_news(name, ready):
+        if self._crew.has(name) and not self._is_news(name, ready):
             return
-        self._ready[name] = ready.instance
-        if len(self._ready) == len(self._names):
+        self._crew.take(ready)
+        if not self._crew.is_complete:
+            if self._health.status == "loading":
+                self._progress()
+        else:
             self._health = Health("ok")
             self._has_answered, self._failure = False, ""
             self._was_ready = self._have_loaded = True
@@ -280,14 +286,18 @@ class Engine:
 
     def _is_news(self, name: str, ready: Ready) -> bool:
         """A worker that is ready says so until it gets a Step, and again when it lost its slots."""
-        is_same = ready.instance == self._ready[name]
+        is_same = self._crew.is_known(ready)
         if is_same and not self._scheduler.in_flight:
             self._has_answered = False
             return False
         waited = self._step_seconds(time.monotonic())
         if is_same and not self._has_answered and waited < RACE_SECONDS:
             return False  # it crossed the first Step on its way
-        self._reset(f"{name} was started again" if not is_same else f"{name} lost its slots")
+        reason = f"{name} was started again" if not is_same else f"{name} lost its slots"
+        if len(self._crew.names) > 1:  # the others have not
+            self._lose(reason)
+            return False
+        self._reset(reason)
         return True
 
     def _take_failed(self, name: str, failed: Failed) -> None:
@@ -303,7 +313,7 @@ class Engine:
         for request in self._scheduler.reset():
             log.error("request %d ends: it was running at each crash", request.id)
             self._end(request, Chunk(finish="error", error=f"{reason} (twice in this request)"))
-        self._ready.clear()
+        self._crew.forget()
         self._health = Health("loading", "restarting", 0.0, reason)
 
     def _lose(self, reason: str) -> None:
@@ -314,13 +324,15 @@ class Engine:
         self._reset(reason)
         if self._supervisor is not None:
             self._supervisor.kill()
-        else:
-            self._send(Stop(reason=reason))
+            return
+        self._send(Stop(reason=reason))
+        if self._vitals is not None and len(self._crew.names) > 1:
+            self._vitals.abort(reason)  # those that wait for one of them read no message
 
     def _give_up(self, reason: str) -> None:
         """Open streams end with an error; only a worker that someone else starts can help."""
         log.error("the engine failed: %s", reason)
-        self._ready.clear()
+        self._crew.forget()
         self._health = Health("failed", reason=reason)
         if self._supervisor is not None:
             self._supervisor.kill()
@@ -332,6 +344,8 @@ class Engine:
         while self._health.status != "failed":
             self._failure, self._alive_at = "", time.monotonic()
             self._have_loaded = False
+            if self._vitals is not None:
+                self._vitals.begin()
             try:
                 await supervisor.start()
                 reason = await supervisor.wait()
@@ -348,23 +362,14 @@ class Engine:
 
     async def _watch(self) -> None:
         """Find ranks that neither end nor go on."""
-        going_at = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
-            if self._supervisor is None or not self._supervisor.is_stopped():
-                going_at = now
-            age = self._heartbeat_age()
-            silent = 0.0 if age is None else min(age, now - self._alive_at)
-            if now - going_at > self._heartbeat_seconds:
-                self._lose(f"a worker has been stopped for {now - going_at:.1f} s")
-            elif not self._ready:
-                if self._supervisor is not None and silent > LOADING_SECONDS:
-                    self._lose(f"no sign of life from a loading worker for {silent:.0f} s")
-            elif silent > self._heartbeat_seconds:
-                self._lose(f"no sign of life from a worker for {silent:.1f} s")
-            elif age is None and self._step_seconds(now) > SILENT_STEP_SECONDS:
-                self._lose(f"no result from the workers for {self._step_seconds(now):.0f} s")
+            wrong = self._watchdog.complaint(now, self._alive_at, self._crew.is_complete)
+            if not self._watchdog.can_tell and self._step_seconds(now) > SILENT_STEP_SECONDS:
+                wrong = f"no result from the workers for {self._step_seconds(now):.0f} s"
+            if wrong:
+                self._lose(wrong)
 
     def _step_seconds(self, now: float) -> float:
         """How long the oldest Step in flight has been on its way."""

@@ -15,6 +15,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from voltapile.gateway.engine import EngineStats
 
+Memory = dict[int, dict[str, tuple[int, int]]]  # rank -> purpose -> planned, allocated bytes
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 LAG_INTERVAL = 0.5  # seconds between two looks at the event loop
 
@@ -43,11 +45,13 @@ _GAUGES = (
 
 
 class Metrics:
-    """See the module. stats: Engine.stats."""
+    """See the module. stats: Engine.stats; memory: Engine.memory."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats], memory: Callable[[], Memory] = dict
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(stats))
+        self.registry.register(_EngineCollector(stats, memory))
         ProcessCollector(registry=self.registry)
         self._requests = Counter(
             "voltapile_http_requests",
@@ -102,10 +106,10 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads EngineStats at the moment of a scrape."""
+    """Reads the engine at the moment of a scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._stats = stats
+    def __init__(self, stats: Callable[[], EngineStats], memory: Callable[[], Memory]) -> None:
+        self._stats, self._memory = stats, memory
 
     def describe(self) -> Iterator[Metric]:
         return iter(())  # do not ask the engine when this is registered
@@ -116,3 +120,16 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"voltapile_{name}", text, value=stats[field])
         for field, name, text in _GAUGES:
             yield GaugeMetricFamily(f"voltapile_{name}", text, value=stats[field])
+        yield self._memory_gauge()
+
+    def _memory_gauge(self) -> Metric:
+        gauge = GaugeMetricFamily(
+            "voltapile_memory_bytes",
+            "Memory of a rank by purpose, as planned and as allocated",
+            labels=["rank", "purpose", "kind"],
+        )
+        for rank, purposes in self._memory().items():
+            for purpose, (planned, allocated) in purposes.items():
+                gauge.add_metric([str(rank), purpose, "planned"], planned)
+                gauge.add_metric([str(rank), purpose, "allocated"], allocated)
+        return gauge

@@ -125,6 +125,23 @@ class Pulse:
                 age = self._age()
         return age if isfinite(age) else None
 
+    def quietest(self) -> str:
+        """Which rank that is, and whom it says it waits for."""
+        found = [self._board.health(rank) for rank in range(self._ranks)]
+        rank = max(range(self._ranks), key=lambda rank: found[rank].age)
+        other = found[rank].waits_for
+        waits = f", which waits for rank {other}" if 0 <= other < self._ranks else ""
+        return worker_name(rank, self._ranks) + waits
+
+    def begin(self) -> None:
+        """Forget the ranks before those that are started now."""
+        if self._is_ours:
+            self._board.clear()
+
+    def abort(self, reason: str) -> None:
+        """End ranks that wait for each other."""
+        self._board.abort(reason)
+
     def close(self) -> None:
         self._board.close()
 
@@ -177,9 +194,10 @@ class Supervisor:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def is_stopped(self) -> bool:
-        """Somebody has stopped a process (SIGSTOP); it will give no sign of life."""
-        return any(_is_stopped(process.pid) for process in self._processes)
+    def stopped(self) -> str:
+        """Which process somebody has stopped (SIGSTOP), so that it gives no sign of life; or ""."""
+        found = (rank for rank, each in enumerate(self._processes) if _is_stopped(each.pid))
+        return next((worker_name(rank, len(self._processes)) for rank in found), "")
 
     async def start(self) -> None:
         """Start all. Raises OSError."""
@@ -216,13 +234,14 @@ class Supervisor:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
-        first = next(i for i, p in enumerate(self._processes) if p.returncode is not None)
-        code = self._processes[first].returncode
-        assert code is not None
+        codes = [process.returncode for process in self._processes]
+        ended = [rank for rank, code in enumerate(codes) if code is not None]
+        # One that a signal has ended is the cause of others' ends.
+        first = min(ended, key=lambda rank: (codes[rank] or 0) >= 0)
+        who, words = worker_name(first, len(codes)), self._words[first]
         self.kill()
-        words = self._words[first]
         await self._reap()
-        return _reason(code, words)
+        return _reason(who, codes[first] or 0, words)
 
     def kill(self) -> None:
         """End all at once, whatever they do; also stopped ones."""
@@ -298,7 +317,12 @@ def _pass_on(text: str) -> None:
             sys.stderr.write(text + "\n")
 
 
-def _reason(code: int, words: Sequence[str]) -> str:
+def worker_name(rank: int, ranks: int) -> str:
+    """For people."""
+    return f"the worker of rank {rank}" if ranks > 1 else "the worker"
+
+
+def _reason(who: str, code: int, words: Sequence[str]) -> str:
     if code < 0:
         try:
             how = f"was ended by {signal.Signals(-code).name}"
@@ -306,4 +330,4 @@ def _reason(code: int, words: Sequence[str]) -> str:
             how = f"was ended by signal {-code}"
     else:
         how = f"ended with exit code {code}"
-    return f"the worker {how}" + (f": {words[-1]}" if words else "")
+    return f"{who} {how}" + (f": {words[-1]}" if words else "")

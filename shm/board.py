@@ -211,6 +211,12 @@ class Board:
         """Before ranks start anew."""
         self._head["abort"] = 0
 
+    def clear(self) -> None:
+        """Nobody is here, and nobody need give up."""
+        self._ranks["pid"], self._ranks["state"] = 0, STATES.index("empty")
+        self._ranks["step"], self._ranks["waits_for"] = -1, -1
+        self.clear_abort()
+
     def close(self) -> None:
         del self._head, self._ranks
         self.segment.close()

@@ -99,11 +99,7 @@ class Worker:
             log.info("%s ends: %s", self.name, reason)
         except Exception as error:
             log.exception("%s failed", self.name)
-            self.socket.linger = LAST_WORDS_MS
-            self.is_connected = True  # or soon: a file that is not there is found out faster
-            self._say(
-                Failed(name=self.name, step=self.step_id, reason=self.reason or describe(error))
-            )
+            self._tell(error)
             return 1
         finally:
             self.is_ending = True
@@ -112,6 +108,15 @@ class Worker:
             self.socket.close()
             context.term()
         return 0
+
+    def _tell(self, error: Exception) -> None:
+        """Last words. While loading, whoever made the group fail says it, and nobody else."""
+        if isinstance(error, GroupError) and self.step_id < 0:
+            return
+        self.socket.linger = LAST_WORDS_MS
+        self.is_connected = True  # or soon: a file that is not there is found out faster
+        reason = self.reason or describe(error)
+        self._say(Failed(name=self.name, step=self.step_id, reason=reason))
 
     # --- start ----------------------------------------------------------------------------
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -160,6 +165,10 @@ class Worker:
     # --- loop -----------------------------------------------------------------------------
     def _serve(self, resources: contextlib.ExitStack) -> None:
         engine = self._load(resources)
+        self._memory = self._stats("ready", 1.0)
+        for purpose, (planned, allocated) in engine.memory().items():
+            self._memory.values[f"planned {purpose}"] = planned
+            self._memory.values[f"allocated {purpose}"] = allocated
         self.connected_at = time.monotonic()  # a patience that begins now
         self.board.publish(self.rank, "ready", "ready", 1.0)
         self.log = resources.enter_context(self.record.open("ab")) if self.record else None
@@ -268,7 +277,7 @@ class Worker:
     def _offer(self) -> None:
         """Tell whatever gateway is there that this worker is ready."""
         self.next_ready = time.monotonic() + READY_SECONDS
-        self._say(self._stats("ready", 1.0))  # a small model loads before the connection stands
+        self._say(self._memory)  # with "ready": a small one loads before the connection stands
         self._say(self._ready())
         silence = time.monotonic() - self.connected_at
         if self.is_spawned and not self.is_connected and silence > ORPHAN_SECONDS:

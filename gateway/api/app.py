@@ -54,7 +54,7 @@ def make_app(
         tokenizer=tokenizer,
         template=template,
         plan=plan,
-        metrics=Metrics(engine.stats),
+        metrics=Metrics(engine.stats, lambda: engine.memory),
         api_keys=tuple(api_keys),
         keepalive_seconds=keepalive_seconds,
         write_seconds=write_seconds,

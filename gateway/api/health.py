@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
@@ -28,5 +29,9 @@ async def metrics_text(request: web.Request) -> web.Response:
 def _reasons(now: Health) -> dict[str, Any]:
     if now.status == "failed":
         return {"status": "failed", "reason": now.reason}
-    body = {"status": now.status, "stage": now.stage, "fraction": now.fraction}
-    return body | ({"reason": now.reason} if now.reason else {})
+    body: dict[str, Any] = {"status": now.status, "stage": now.stage, "fraction": now.fraction}
+    if now.reason:
+        body["reason"] = now.reason
+    if now.ranks:
+        body["ranks"] = [asdict(each) for each in now.ranks]
+    return body

@@ -136,7 +136,7 @@ class Server:
                 self.supervisor = Supervisor(commands)
             seconds = SILENT_SECONDS.get(self.plan.backend, 4.0)
             gap = self.args.max_gap_ms / 1000
-            engine = Engine(self.plan, self.supervisor, pulse.age, seconds, max_gap=gap)
+            engine = Engine(self.plan, self.supervisor, pulse, seconds, max_gap=gap)
             app = self._app(engine)
             url = await stack.enter_async_context(listening(app, self.args.host, self.args.port))
             self._say(f"{self._summary()}\n{url} listens; the model is loading")

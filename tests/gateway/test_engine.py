@@ -67,6 +67,25 @@ def plan(tmp_path: Path) -> Plan:
     return msgspec.structs.replace(bare, id=plan_id(bare))
 
 
+class FileVitals:
+    """A fake worker touches a file instead of the Board."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def age(self) -> float | None:
+        return time.time() - self.path.stat().st_mtime if self.path.exists() else None
+
+    def quietest(self) -> str:
+        return "the worker"
+
+    def begin(self) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        pass
+
+
 @asynccontextmanager
 async def spawned(
     plan: Plan, tmp_path: Path, *options: str, restarts: Restarts | None = None
@@ -74,12 +93,10 @@ async def spawned(
     path, heartbeat = tmp_path / "plan.json", tmp_path / "heartbeat"
     path.write_bytes(to_json(plan))
 
-    def age() -> float | None:
-        return time.time() - heartbeat.stat().st_mtime if heartbeat.exists() else None
-
     command = [sys.executable, str(SCRIPT), str(path), "--heartbeat", str(heartbeat), *options]
     supervisor = Supervisor([command])
-    async with Engine(plan, supervisor, age, 1.0, restarts or Restarts(pause=0.01)) as engine:
+    vitals = FileVitals(heartbeat)
+    async with Engine(plan, supervisor, vitals, 1.0, restarts or Restarts(pause=0.01)) as engine:
         yield engine, supervisor
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import stat
 import sys
@@ -76,8 +77,31 @@ async def test_when_one_ends_all_do_and_can_start_again() -> None:
     for _ in range(2):
         await supervisor.start()
         pids = supervisor.pids
-        assert await supervisor.wait() == "the worker ended with exit code 4"
+        assert await supervisor.wait() == "the worker of rank 1 ended with exit code 4"
         assert not any(map(exists, pids))
+
+
+async def test_who_was_killed_comes_before_who_followed() -> None:
+    supervisor = Supervisor(
+        [child("raise SystemExit(1)"), child("import os; os.kill(os.getpid(), 9)")]
+    )
+    await supervisor.start()
+    for process in supervisor._processes:
+        await process.wait()
+    assert await supervisor.wait() == "the worker of rank 1 was ended by SIGKILL"
+
+
+async def test_who_was_stopped_is_named() -> None:
+    supervisor = Supervisor([child(SLEEP), child(SLEEP)])
+    await supervisor.start()
+    assert supervisor.stopped() == ""
+    os.kill(supervisor.pids[1], signal.SIGSTOP)
+    async with asyncio.timeout(2):
+        while not supervisor.stopped():
+            await asyncio.sleep(0.01)
+    assert supervisor.stopped() == "the worker of rank 1"
+    supervisor.kill()
+    await supervisor.wait()
 
 
 async def test_kill_reaches_a_waiting_reader() -> None:
@@ -212,6 +236,13 @@ def test_pulse_is_the_quietest_ranks(tmp_path: Path) -> None:
         age = pulse.age()
         assert age is not None
         assert 0.1 <= age < 1
+        board.wait_for(1, 0)
+        assert pulse.quietest() == "the worker of rank 1, which waits for rank 0"
+        pulse.abort("enough")
+        assert board.aborted == "enough"
+        pulse.begin()
+        assert board.aborted is None
+        assert board.health(1).pid == 0
         board.close()
     assert not board.segment.path.exists()
 

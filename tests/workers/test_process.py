@@ -351,6 +351,9 @@ class LateEngine:
         assert pending.is_done
         return Result(id=pending.step.id, rows=[], seconds=0.0)
 
+    def memory(self) -> dict[str, tuple[int, int]]:
+        return {"kv": (100, 99)}
+
     def forget(self) -> None:
         pass
 

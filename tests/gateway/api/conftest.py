@@ -65,6 +65,7 @@ class ScriptedEngine:
         self.say("Hello")
         self.refusal: Exception | None = None
         self.health = Health("ok")
+        self.memory = {1: {"kv": (200, 199)}}
         self.prompts: list[list[int]] = []
         self.sampling: list[Sampling] = []
         self.wants: list[Any] = []

@@ -1,5 +1,6 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from voltapile.gateway.crew import Progress
 from voltapile.gateway.engine import EngineUnavailable, Health
 
 
@@ -11,6 +12,29 @@ from voltapile.gateway.engine import EngineUnavailable, Health
             Health("loading", stage="weights", fraction=0.5),
             503,
             {"status": "loading", "stage": "weights", "fraction": 0.5},
+        ),
+        (
+            Health(
+                "loading",
+                "weights (rank 1 of 2)",
+                0.25,
+                "rank 1 ended",
+                (
+                    Progress(0, "ready", 1.0),
+                    Progress(1, "weights", 0.25),
+                ),
+            ),
+            503,
+            {
+                "status": "loading",
+                "stage": "weights (rank 1 of 2)",
+                "fraction": 0.25,
+                "reason": "rank 1 ended",
+                "ranks": [
+                    {"rank": 0, "stage": "ready", "fraction": 1.0},
+                    {"rank": 1, "stage": "weights", "fraction": 0.25},
+                ],
+            },
         ),
         (
             Health("failed", reason="no memory"),
@@ -55,6 +79,8 @@ async def test_metrics_parse_and_count(client, post):
     assert samples["voltapile_time_to_first_token_seconds_count",] == 1
     assert samples["voltapile_requests_running",] == 2
     assert samples["voltapile_pages_total",] == 7
+    assert samples["voltapile_memory_bytes", "1", "kv", "planned"] == 200
+    assert samples["voltapile_memory_bytes", "1", "allocated", "kv"] == 199
 
 
 async def test_metrics_may_be_off(serve):
