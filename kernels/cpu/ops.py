@@ -19,7 +19,7 @@ from voltapile.kernels.cpu.scratch import Scratch, counted_bytes
 from voltapile.kernels.ops import Arrived, Batch, SlotState, StepOutput, Weight, rope_store_in_parts
 from voltapile.shm.formats import format_of
 
-KV_TYPES = {"f16": (1, 2), "f32": (1, 4), "q8_0": (32, 34)}  # values, bytes of a block
+KV_TYPES = {"f16": (1, 2), "f32": (1, 4), "q8_0": (16, 18)}  # values, bytes of a block
 OVERRUN = 128  # bytes that kernels may read past the last value
 ACTIVATIONS = ("silu", "gelu_tanh")
 

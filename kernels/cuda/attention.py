@@ -15,7 +15,7 @@ from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 from voltapile.kernels.ops import Batch
 
 PAGE_TOKENS = 64
-KV_TYPES = {"f16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}  # values, bytes of a block
+KV_TYPES = {"f16": (1, 2), "q8_0": (16, 18), "q4_0": (32, 18)}  # values, bytes of a block
 KINDS = {name: number for number, name in enumerate(KV_TYPES)}  # attention_kv.cuh
 ANY = 3  # a kernel that is told dimensions and types when it runs; slower
 HEAD_DIMS = (64, 80, 96, 128, 256)  # that have kernels of their own
@@ -25,13 +25,16 @@ SHORT_RUN = 8  # tokens of a slot in a step that count as generated
 MOST_GENERATED = 64  # tokens of a step that may all be generated
 PARTIAL_BYTES = 64 << 20  # what the pieces of one launch may take, if one token's do not take more
 PIECES = 512  # of all KV heads together at least, for long contexts: enough to fill a GPU
+PIECE = 64  # positions of a piece, least
+STRANDS = 4  # warps of a block that share its positions (csrc/attention_join.cuh)
+MOST_PIECES = 257  # of a token, the same place
 TICKETS = 4096  # blocks of one launch that add up pieces, most
 LOG2E = 1.4426950408889634
 
 LITTLE_SHARED = dict.fromkeys((86, 89, 120), 99 << 10)  # bytes a block, of cards from sm_80 on
 
 STORE = Instance("attention_store.cu", "store_kv")
-PLAN = Instance("attention_plan.cu", "attention_plan")
+PLAN = Instance("attention_plan.cu", "attention_plan", (("PIECE", str(PIECE)),))
 
 
 def _shapes() -> list[tuple[int, int]]:
@@ -43,9 +46,9 @@ def _shapes() -> list[tuple[int, int]]:
 
 def row_tiles(dim: int, kind: int) -> tuple[int, ...]:
     """Which numbers of 16 rows a block of attention_decode may have; registers set the limit."""
-    if kind == ANY:
-        return (2,)
-    return (1, 2, 4) if dim <= 128 else (1, 2, 3)
+    if kind == ANY or dim > 128:
+        return (1,)
+    return (1, 2, 4) if dim <= 64 else (1, 2)
 
 
 def _defines(dim: int, kind: int) -> tuple[tuple[str, str], ...]:
@@ -56,7 +59,8 @@ DECODE = {
     (dim, kind, tiles): Instance(
         "attention_decode.cu",
         "attention_decode",
-        (*_defines(dim, kind), ("ROW_TILES", str(tiles))),
+        (*_defines(dim, kind), ("ROW_TILES", str(tiles)), ("PIECE", str(PIECE))),
+        waits=True,
     )
     for dim, kind in _shapes()
     for tiles in row_tiles(dim, kind)
@@ -239,10 +243,11 @@ def most_pieces(kv_heads: int) -> int:
 
 def decode_shared(dim: int, kind: int, tiles: int, arch: int) -> int:
     """Bytes of struct Shared in attention_decode.cu."""
-    tile, pitch, rows = _tile(dim), dim + 8, 16 * tiles
-    values = tile * pitch if _is_async(kind, arch) else 8
-    halves = rows * pitch + tile * pitch + values + rows * (tile + 8)
-    return 2 * halves + 4 * rows * (tile // 16 + 4) + 16
+    rows, pitch, is_copied = 16 * tiles, dim + 8, arch >= 80 and kind != ANY
+    step = 16 * (dim + 16) + 2 * dim if is_copied and kind == KINDS["q8_0"] else 32 * pitch
+    steps = 1 if not is_copied else 4 if dim <= 128 else 2
+    ends, weights = 64 * STRANDS + 32 * STRANDS * pitch, 4 * STRANDS * (MOST_PIECES + 1)
+    return max(STRANDS * steps * step, ends, weights) + 2 * rows * pitch + 16 * rows + 32
 
 
 def prefill_shared(dim: int, kind: int, arch: int) -> int:
@@ -291,7 +296,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
         ends = call.window, most, stride, chunk
         ops.kernel(DECODE[dim, kind, tiles])(
             ((stop - start) * pieces, call.cache.kv_heads * parts),
-            128,
+            32 * STRANDS,
             (
                 *(array.ptr for array in pointers),
                 *(call.batch.positions.ptr, call.heads.ptr, plan_ptr, partial.ptr, stats.ptr),
@@ -361,7 +366,7 @@ def _chunk(members: int, tiles: int) -> int:
 def _stride(kv_heads: int, context: int, window: int) -> int:
     """Most pieces of one token."""
     seen = min(context, window) if window else context
-    return min(most_pieces(kv_heads), _groups(seen, PAGE_TOKENS)) + (1 if window else 0)
+    return min(most_pieces(kv_heads), _groups(seen, PIECE)) + (1 if window else 0)
 
 
 def _tile(dim: int) -> int:

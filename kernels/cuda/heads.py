@@ -10,7 +10,7 @@ from voltapile.kernels.cuda.attention import KINDS, CudaKv
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.ops import Batch
 
-ROPE_STORE = Instance("attention_heads.cu", "rope_store", (), True)
+ROPE_STORE = Instance("attention_heads.cu", "rope_store", (), True, waits=True)
 INSTANCES = [ROPE_STORE]
 
 WARPS = 4  # of a block, and heads

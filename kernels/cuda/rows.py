@@ -16,17 +16,20 @@ from voltapile.shm.formats import format_of
 FORMATS: tuple[str, ...] = tuple(
     re.findall(r"\bX\((\w+)\)", (KERNELS / "formats/registry.h").read_text())
 )
+# The first kernels of a step wait for all that was before it, so that later ones may read
+# positions, page tables and older keys and values as soon as they start.
 EMBED = {name: Instance("embed.cu", "embed", (("FORMAT", name),), True) for name in FORMATS}
-NORM_ROWS = Instance("norm.cu", "rms_norm_rows")
-NORM_HEADS = Instance("norm.cu", "rms_norm_heads")
+NORM_ROWS = Instance("norm.cu", "rms_norm_rows", waits=True)
+NORM_HEADS = Instance("norm.cu", "rms_norm_heads", waits=True)
 ANGLES = Instance("rope.cu", "rope_angles", (), True)
 ROTATE = Instance("rope.cu", "rope_rotate", (), True)
-SOFTCAP = Instance("elementwise.cu", "softcap")
-GATHER = Instance("elementwise.cu", "gather")
+SOFTCAP = Instance("elementwise.cu", "softcap", waits=True)
+GATHER = Instance("elementwise.cu", "gather", waits=True)
 INSTANCES = [*EMBED.values(), NORM_ROWS, NORM_HEADS, ANGLES, ROTATE, SOFTCAP, GATHER]
 
 LONGEST_HEAD = 512  # runs that one warp norms
 LONGEST_ROW = 16 * 1024  # that a block's registers hold
+EMBEDDED = 1024  # values of a row that a block of embed makes
 MAX_ROWS = 65535  # a grid's limit on its second axis
 
 
@@ -34,11 +37,10 @@ def embed(ops: Launcher, table: CudaWeight, tokens: DeviceArray, scale: float = 
     vocab, width = table.shape
     blocks = width // format_of(table.type_name).block_len
     out = ops.scratch((len(tokens), width))
-    block = 32 if blocks < 1024 else 256
     assert len(tokens) <= MAX_ROWS, len(tokens)
     ops.kernel(EMBED[table.type_name])(
-        (_groups(blocks, block), len(tokens)),
-        block,
+        (_groups(blocks, max(1, EMBEDDED // (width // blocks))), len(tokens)),
+        128,
         (table.ptr, tokens.ptr, out.ptr, np.int32(vocab), np.int32(blocks), np.float32(scale)),
     )
     return out

@@ -10,8 +10,8 @@ from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 from voltapile.kernels.ops import MAX_STOP_IDS, Batch, SlotState, StepOutput
 
 BEGIN = Instance("sample.cu", "begin_step")
-SAMPLE = Instance("sample.cu", "sample_rows", (), True)
-BEST = Instance("sample.cu", "best_of_parts", (), True)
+SAMPLE = Instance("sample.cu", "sample_rows", (), True, waits=True)
+BEST = Instance("sample.cu", "best_of_parts", (), True, waits=True)
 INSTANCES = [BEGIN, BEST, SAMPLE]
 
 MOST_CONTEXT = 1 << 20  # the kernel counts a token's places in 20 bits

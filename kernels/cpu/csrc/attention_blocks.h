@@ -140,32 +140,63 @@ inline void put(std::uint8_t* head, KvType type, std::int64_t at, std::int64_t s
   }
 }
 
-// The scale of kBlock values, and what to multiply them with to get integers up to 127.
-struct BlockScale {
-  std::uint16_t half;
-  float inverse;
-};
-
-inline BlockScale block_scale(const float* x) {
-  float most = 0.0f, check = 0.0f;
-  for (std::int64_t i = 0; i < KvLayout::kBlock; ++i) {
-    const float size = __builtin_fabsf(x[i]);
-    most = size > most ? size : most;
-    check += x[i] * 0.0f;  // NaN if anything is not finite, and then the scale is
-  }
-  const float scale = most / 127.0f + check;
-  return {to_half(scale), scale > 0.0f ? 1.0f / scale : 0.0f};
+inline Vec round_units(Vec x, Vec inverse) {
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: rounds to an integer, ties to even
+  return at_most(at_least(x * inverse, splat(-127.0f)), splat(127.0f)) + magic - magic;
 }
 
-// q8_0: integers to data[at + d * step], scales to scales[scale_at + d / kBlock * scale_step].
+// The scale of kBlock finite values: the one of 16, the largest value becoming 127.4, 126.9, ...
+// 119.9 units, that leaves the least error. (A tenth to a fifth less than always 127, squared.)
+inline std::uint16_t best_scale(const float* x, float most) {
+  std::uint16_t halves[16], best = 0;
+  float steps[16], inverses[16], errors[16];
+  for (int i = 0; i < 16; ++i) {
+    const float wanted = most / (127.4f - 0.5f * static_cast<float>(i));
+    halves[i] = to_half(wanted < 515.5f ? wanted : 515.5f);  // 127 times it is a half
+    steps[i] = half_to_float(halves[i]);
+    inverses[i] = steps[i] > 0.0f ? 1.0f / steps[i] : 0.0f;
+  }
+  for (int i = 0; i < 16; i += W) {
+    const Vec step = load(steps + i), inverse = load(inverses + i);
+    Vec error = splat(0.0f);
+    for (std::int64_t d = 0; d < KvLayout::kBlock; ++d) {
+      const Vec off = madd(-round_units(splat(x[d]), inverse), step, splat(x[d]));
+      error = madd(off, off, error);
+    }
+    store(errors + i, error);
+  }
+  float least = errors[0] + 1.0f;
+  for (int i = 0; i < 16; ++i) {
+    if (errors[i] > least || (errors[i] == least && halves[i] >= best)) continue;
+    least = errors[i];
+    best = halves[i];
+  }
+  return best;
+}
+
+// q8_0: integers to data[at + d * step], scales to scales[scale_at + d / kBlock * scale_step]. A
+// block with a value that is not finite stays so.
 inline void put_q8(std::uint16_t* scales, std::int64_t scale_at, std::int64_t scale_step,
                    std::int8_t* data, std::int64_t at, std::int64_t step, const float* x,
                    std::int64_t dim) {
-  for (std::int64_t d = 0; d < dim; d += KvLayout::kBlock) {
-    const BlockScale scale = block_scale(x + d);
-    scales[scale_at + d / KvLayout::kBlock * scale_step] = scale.half;
-    for (std::int64_t i = d; i < d + KvLayout::kBlock; ++i) {
-      data[at + i * step] = static_cast<std::int8_t>(__builtin_roundf(x[i] * scale.inverse));
+  constexpr std::int64_t kBlock = KvLayout::kBlock;
+  for (std::int64_t d = 0; d < dim; d += kBlock) {
+    float most = 0.0f, check = 0.0f;
+    for (std::int64_t i = d; i < d + kBlock; ++i) {
+      const float size = __builtin_fabsf(x[i]);
+      most = size > most ? size : most;
+      check += x[i] * 0.0f;
+    }
+    const bool is_sane = check == 0.0f;
+    const std::uint16_t scale = is_sane ? best_scale(x + d, most) : 0x7e00;
+    const float unit = half_to_float(scale);
+    const Vec inverse = splat(unit > 0.0f ? 1.0f / unit : 0.0f);
+    scales[scale_at + d / kBlock * scale_step] = scale;
+    for (std::int64_t i = d; i < d + kBlock; i += W) {
+      float units[W];
+      store(units, round_units(load(x + i), inverse));
+      for (int j = 0; j < W; ++j)
+        data[at + (i + j) * step] = is_sane ? static_cast<std::int8_t>(units[j]) : 0;
     }
   }
 }

@@ -29,11 +29,11 @@ enum class KvType { f32, f16, q8_0 };
 
 // Pages of one layer. A page holds, for each kv head, keys [key_dim][pitch] (a position is a
 // column, so that scores are computed for neighbouring positions at once) and values
-// [page_tokens][value_dim]. pitch is page_tokens rounded up to kPitch. q8_0: half scales of 32
-// dimensions each come first, [key_dim / 32][pitch] or [page_tokens][value_dim / 32].
+// [page_tokens][value_dim]. pitch is page_tokens rounded up to kPitch. q8_0: half scales of 16
+// dimensions each come first, [key_dim / 16][pitch] or [page_tokens][value_dim / 16].
 struct KvLayout {
   static constexpr std::int64_t kPitch = 32;
-  static constexpr std::int64_t kBlock = 32;  // values that share a scale in q8_0
+  static constexpr std::int64_t kBlock = 16;  // values that share a scale in q8_0
   std::uint8_t* keys;
   std::uint8_t* values;  // readable for 128 bytes past its end: vectors overrun the last row
   KvType key_type, value_type;

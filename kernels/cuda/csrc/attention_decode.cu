@@ -1,240 +1,204 @@
 // Attention of few rows over long contexts: a block takes one piece of the positions for one KV
 // head and all its query heads, of up to `chunk` tokens of a slot, so that keys and values are read
-// once. Warps share the positions of a tile for scores, the dimensions for sums of values. What a
-// piece gives (not normalised) goes to `partial`; the block that is the last of all pieces adds
-// them, in an order that follows from their number alone.
-// -D HEAD_DIM, KIND, ROW_TILES (16 rows each)
-#include "attention_tile.cuh"
+// once. Its warps are strands: warp w takes positions 16 w to 16 w + 15 of each page, through scores
+// and sums of values, and meets the others at the end (attention_join.cuh). What a piece gives goes
+// to `partial`; the block that is the last of all pieces adds them.
+// -D HEAD_DIM, KIND, ROW_TILES (16 rows each), PIECE
+#include "attention_join.cuh"
+#include "grid.cuh"
 
 namespace voltapile {
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 16 * ROW_TILES;
-constexpr int GROUPS = TILE / 16, SHARES = WARPS / GROUPS;   // of the warps, for scores
-constexpr int MINE = (ROW_TILES + SHARES - 1) / SHARES;      // row tiles of a warp there
-constexpr int COLUMNS = (DIM / 16 + WARPS - 1) / WARPS;      // column tiles of a warp, for sums
-constexpr int P_PITCH = TILE + PAD;
+constexpr int LEAST_BLOCKS = COPIES && DIM <= 128 && ROW_TILES == 1 ? 4 : 1;  // of a processor
 
 #ifndef VP_EMULATION
 extern __shared__ __align__(16) unsigned char shared[];
 #endif
 
-struct Shared {
-  half_bits q[ROWS * PITCH];
-  half_bits keys[TILE * PITCH];
-  half_bits values[IS_ASYNC ? TILE * PITCH : 8];
-  half_bits p[ROWS * P_PITCH];
-  float most[GROUPS][ROWS];  // largest score of each warp's positions; at the end, their sums
-  float factor[ROWS];
-  int low[ROWS], high[ROWS];
-  int slot[ROWS];  // of `partial`; -1: none
-  int kept[4];     // for the end, so that no register holds it meanwhile
+// The tokens that a block takes together.
+struct Item {
+  int begin, count;
+  int fresh;  // first position that this step stores for their slot
 };
 
-// Tokens from t on that a block takes together; 0 if another token's block takes t. They are
+struct Shared {
+  union {
+    Steps strands[STRANDS];
+    Ends ends;
+    float weights[STRANDS][MOST_PIECES + 1];
+  };
+  __align__(16) half_bits q[ROWS * PITCH];
+  Row rows[ROWS];
+  Item item;  // kept for the end, so that no register holds it meanwhile
+  int base, pieces, used, answer;
+};
+
+// Tokens from t on that a block takes together; none if another token's block takes t. They are
 // neighbours of one slot with pieces of one length, cut after each `chunk` tokens of the slot.
-__device__ int tokens_of_item(const int* slots, const int* positions, int t, int first, int last,
-                              int chunk, int limit, int window, int most) {
+__device__ __forceinline__ Item item_at(const int* slots, const int* positions, int t, int first,
+                                        int last, int chunk, int limit, int window, int most) {
   int start = t;
   while (start > first && slots[start - 1] == slots[t]) --start;
   const int piece = span_of(positions[t], limit, window, most).piece;
   if ((t - start) % chunk != 0 &&
       span_of(positions[t - 1], limit, window, most).piece == piece)
-    return 0;
+    return {t, 0, 0};
   int count = 1;
   while (t + count < last && slots[t + count] == slots[t] && (t + count - start) % chunk != 0 &&
          span_of(positions[t + count], limit, window, most).piece == piece)
     ++count;
-  return count;
+  return {t, count, positions[start]};
 }
 
-// Some rows of an item: those from `first` on, of its query heads times tokens.
+// Query head of the block's row r, and its token in the item.
 struct Rows {
-  const float* q;
-  const int *positions, *own;  // of the item's tokens; the KV head's query heads
-  int members, first, rows, num_heads, dim;
+  const int* own;  // the KV head's query heads
+  int members, first;
+  __device__ int head(int m) const { return own[(first + m) % members]; }
+  __device__ int token(int m) const { return (first + m) / members; }
 };
 
-// What each row sees and where its piece goes, and its query, to shared memory.
-__device__ __forceinline__ void stage_rows(Shared& sh, const Rows& item, int piece, int base,
-                                           int stride, int limit, int window, int most,
-                                           float scale) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+// What each row sees, and where its piece goes.
+__device__ __forceinline__ void place_rows(Shared& sh, const Rows& mine, const int* positions,
+                                           int piece, int num_heads, int stride, int limit,
+                                           int window, int most) {
   for (int m = threadIdx.x; m < ROWS; m += THREADS) {
-    const bool is_used = m < item.rows;
-    const int r = item.first + m, t = is_used ? r / item.members : 0;
-    const Span s = span_of(item.positions[t], limit, window, most);
-    const bool is_seen = is_used && piece >= s.first() && piece <= s.last();
-    sh.low[m] = is_used ? s.low : 0;
-    sh.high[m] = is_used ? s.high : 0;
-    sh.slot[m] = is_seen ? ((base + t) * item.num_heads + item.own[r % item.members]) * stride +
-                               piece - s.first()
-                         : -1;
+    Row row{0.0f, 0, 0, -1};
+    if (m < sh.used) {
+      const int t = mine.token(m);
+      const Span s = span_of(positions[sh.item.begin + t], limit, window, most);
+      row.low = s.low, row.high = s.high;
+      if (sh.pieces == 1)
+        row.slot = (sh.item.begin + t) * num_heads + mine.head(m);
+      else if (piece >= s.first() && piece <= s.last())
+        row.slot = ((sh.base + t) * num_heads + mine.head(m)) * stride + piece - s.first();
+    }
+    sh.rows[m] = row;
   }
-  for (int m = warp; m < (item.rows + 15) / 16 * 16; m += WARPS) {
-    const int r = item.first + m;
+}
+
+__device__ __forceinline__ void stage_queries(Shared& sh, const Rows& mine, const float* q,
+                                              int num_heads, int dim, float scale, int warp,
+                                              int lane) {
+  for (int m = warp; m < (sh.used + 15) / 16 * 16; m += STRANDS) {
     half_bits* to = sh.q + m * PITCH;
     float power = 0.0f;
-    if (m < item.rows) {
-      const int at = r / item.members * item.num_heads + item.own[r % item.members];
-      power = stage_query<DIM>(item.q + at * item.dim, item.dim, to, lane);
+    if (m < sh.used) {
+      const long long at = static_cast<long long>(sh.item.begin + mine.token(m)) * num_heads;
+      power = stage_query<DIM, KvTile::IN_FOURS>(q + (at + mine.head(m)) * dim, dim, to, lane);
     } else {
       for (int i = lane; i < DIM; i += 32) to[i] = 0;
     }
-    if (lane == 0) sh.factor[m] = power * scale;
+    if (lane == 0) sh.rows[m].factor = power * scale;
   }
 }
 
-// Probabilities of this warp's scores for the row tiles it shares in, and the sums of all rows.
-__device__ __forceinline__ void soften(Shared& sh, Square (&s)[MINE],
-                                       Running (&running)[ROW_TILES][2],
-                                       float (&alpha)[ROW_TILES][2], float (&sum)[MINE][2],
-                                       int tiles, int group, int share, int lane) {
+// s[t] = 16 queries times STEP keys, for t < tiles.
+__device__ __forceinline__ void score(Square (&s)[ROW_TILES], const half_bits* q,
+                                      const KvTile& keys, int tiles, int lane) {
 #pragma unroll
-  for (int t = 0; t < ROW_TILES; ++t) {
-    if (t >= tiles) break;
+  for (int start = 0; start < DIM; start += CHAIN) {
+    Square part[ROW_TILES];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 16 * t + Mma::row(lane, i);
-      float most = sh.most[0][row];
+    for (int t = 0; t < ROW_TILES; ++t) part[t].clear();
 #pragma unroll
-      for (int g = 1; g < GROUPS; ++g) most = fmaxf(most, sh.most[g][row]);
-      const float shift = running[t][i].take(most, alpha[t][i]);
-      if (t % SHARES != share) continue;
-      Square& mine = s[t / SHARES];
-      float& all = sum[t / SHARES][i];
-      all = __fmaf_rn(all, alpha[t][i], exponentials(mine, i, shift));
-      half_bits* p = sh.p + row * P_PITCH + 16 * group + 2 * Mma::pair(lane);
-      *reinterpret_cast<unsigned*>(p) = half_pair(mine.e[2 * i], mine.e[2 * i + 1]);
-      *reinterpret_cast<unsigned*>(p + 8) = half_pair(mine.e[4 + 2 * i], mine.e[5 + 2 * i]);
-    }
-  }
-}
-
-// out = out * alpha + p * values, for this warp's columns.
-__device__ __forceinline__ void add_values(const Shared& sh, const half_bits* values,
-                                           Square (&out)[ROW_TILES][COLUMNS],
-                                           const float (&alpha)[ROW_TILES][2], int tiles, int warp,
-                                           int lane) {
+    for (int k = start; k < min(DIM, start + CHAIN); k += KvTile::WIDTH) {
+      Mma::B b[KvTile::WIDTH / 16];
+      keys.keys(b, k, lane);
 #pragma unroll
-  for (int c = 0; c < COLUMNS; ++c) {
-    const int column = 16 * (warp + c * WARPS);
-    if (column >= DIM) break;
-    Square fresh[ROW_TILES];
+      for (int j = 0; j < KvTile::WIDTH / 16; ++j)
 #pragma unroll
-    for (int t = 0; t < ROW_TILES; ++t) fresh[t].clear();
-#pragma unroll
-    for (int k = 0; k < TILE; k += 16) {
-      const Mma::B b = Mma::load_b_rows(values + k * PITCH + column, PITCH, lane);
-#pragma unroll
-      for (int t = 0; t < ROW_TILES; ++t)
-        if (t < tiles)
-          Mma::product_by_rows(fresh[t], Mma::load_a(sh.p + 16 * t * P_PITCH + k, P_PITCH, lane),
-                               b);
+        for (int t = 0; t < ROW_TILES; ++t)
+          if (t < tiles)
+            Mma::product(part[t], Mma::load_a(q + 16 * t * PITCH + k + 16 * j, PITCH, lane), b[j]);
     }
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t)
-      if (t < tiles)
 #pragma unroll
-        for (int e = 0; e < 8; ++e)
-          out[t][c].e[e] = __fmaf_rn(out[t][c].e[e], alpha[t][e >> 1 & 1], fresh[t].e[e]);
+      for (int e = 0; e < 8; ++e)
+        s[t].e[e] = start == 0 ? part[t].e[e] : s[t].e[e] + part[t].e[e];
   }
 }
 
-// The block's piece is done: sums of rows, then everything to `partial` and `stats`.
-__device__ __forceinline__ void write_piece(Shared& sh, const Square (&out)[ROW_TILES][COLUMNS],
-                                            const Running (&running)[ROW_TILES][2],
-                                            const float (&sum)[MINE][2], float* partial,
-                                            float2* stats, int dim, int tiles, int group,
-                                            int share, int warp, int lane) {
+// Scores of STEP positions from p on become probabilities; `alpha`: what the sums of values so far
+// are to be multiplied by. Returns whether that changes any.
+__device__ __forceinline__ bool soften(Square (&s)[ROW_TILES], Sums& sums,
+                                       float (&alpha)[ROW_TILES][2], const Row* rows, int p,
+                                       float cap, int tiles, int lane) {
+  bool moves = false;
 #pragma unroll
-  for (int j = 0; j < MINE; ++j)
+  for (int t = 0; t < ROW_TILES; ++t)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int t = j * SHARES + share;
-      const float all = row_sum(sum[j][i]);
-      if (t < tiles && Mma::pair(lane) == 0) sh.most[group][16 * t + Mma::row(lane, i)] = all;
+      alpha[t][i] = 1.0f;
+      if (t >= tiles) continue;
+      const Row row = rows[16 * t + Mma::row(lane, i)];
+      finish_scores(s[t], i, p, row.low, row.high, row.factor, cap, lane);
+      const float shift = sums.running[t][i].take(row_max(largest(s[t], i)), alpha[t][i]);
+      sums.sum[t][i] = __fmaf_rn(sums.sum[t][i], alpha[t][i], exponentials(s[t], i, shift));
+      moves |= alpha[t][i] != 1.0f;
     }
-  __syncthreads();
+  return __ballot_sync(WHOLE_WARP, moves) != 0;
+}
+
+__device__ __forceinline__ void add_values(Sums& sums, const Square (&s)[ROW_TILES],
+                                           const KvTile& values,
+                                           const float (&alpha)[ROW_TILES][2], bool moves,
+                                           int tiles, int lane) {
+  Mma::A p[ROW_TILES];
 #pragma unroll
-  for (int t = 0; t < ROW_TILES; ++t) {
-    if (t >= tiles) break;
+  for (int t = 0; t < ROW_TILES; ++t) p[t] = Mma::from_square(s[t], lane);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 16 * t + Mma::row(lane, i), slot = sh.slot[row];
-      if (slot < 0) continue;
-      if (warp == 0 && Mma::pair(lane) == 0) {
-        float all = sh.most[0][row];
+  for (int c = 0; c < DIM / 16; c += KvTile::WIDTH / 16) {
+    Mma::B b[KvTile::WIDTH / 16];
+    values.values(b, 16 * c, lane);
 #pragma unroll
-        for (int g = 1; g < GROUPS; ++g) all += sh.most[g][row];
-        stats[slot] = float2{running[t][i].m, all};
+    for (int j = 0; j < KvTile::WIDTH / 16; ++j)
+#pragma unroll
+      for (int t = 0; t < ROW_TILES; ++t) {
+        if (t >= tiles) continue;
+        Square& out = sums.out[t][c + j];
+        Square fresh;
+        fresh.clear();
+        if (TRUNCATES) Mma::product_by_rows(fresh, p[t], b[j]);
+        if (TRUNCATES || moves)
+#pragma unroll
+          for (int e = 0; e < 8; ++e)
+            out.e[e] = TRUNCATES ? __fmaf_rn(out.e[e], alpha[t][e >> 1 & 1], fresh.e[e])
+                                 : __fmul_rn(out.e[e], alpha[t][e >> 1 & 1]);
+        if (!TRUNCATES) Mma::product_by_rows(out, p[t], b[j]);
       }
-#pragma unroll
-      for (int c = 0; c < COLUMNS; ++c)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int at = 16 * (warp + c * WARPS) + 8 * h + 2 * Mma::pair(lane);
-          if (at < dim)
-            *reinterpret_cast<float2*>(partial + static_cast<long long>(slot) * dim + at) =
-                float2{out[t][c].e[4 * h + 2 * i], out[t][c].e[4 * h + 2 * i + 1]};
-        }
-    }
   }
 }
 
-__device__ __forceinline__ void keep_for_end(Shared& sh, int begin, int base, int pieces,
-                                             int rows) {
-  if (threadIdx.x != 0) return;
-  sh.kept[0] = begin, sh.kept[1] = base, sh.kept[2] = pieces, sh.kept[3] = rows;
-}
-
-// Whether this block is the last of `count` to come; the ticket is 0 again then.
-__device__ __forceinline__ bool is_last(Shared& sh, unsigned* ticket, int count) {
-  __threadfence();  // what all threads wrote comes before
-  __syncthreads();
-  if (threadIdx.x == 0) sh.low[0] = atomicInc(ticket, count - 1) == count - 1u;
-  __syncthreads();
-  __threadfence();
-  return sh.low[0];
-}
-
-// A warp adds the pieces of one row and normalises. Others wrote them: read past the first cache.
-// A call, since its registers would be taken from those of the products.
-__device__ __noinline__ void join_pieces(const float* partial, const float2* stats, int pieces,
-                                            float* out, int dim) {
-  constexpr int EACH = (DIM + 127) / 128;
-  const int lane = threadIdx.x & 31;
-  float most = -infinity(), total = 0.0f;
-  for (int i = lane; i < pieces; i += 32) most = fmaxf(most, __ldcg(stats + i).x);
-  for (int step = 16; step > 0; step >>= 1)
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-  const float shift = most == -infinity() ? 0.0f : most;
-  float4 sum[EACH] = {};
-  for (int from = 0; from < pieces; from += 32) {
-    const int count = min(32, pieces - from);
-    const float2 stat = lane < count ? __ldcg(stats + from + lane) : float2{-infinity(), 0.0f};
-    const float mine = exp2_fast(stat.x - shift);
-    total = __fmaf_rn(mine, stat.y, total);
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) {
-      const float weight = __shfl_sync(0xffffffffu, mine, i);
-      const float* part = partial + static_cast<long long>(from + i) * dim;
-#pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        const int d = 128 * j + 4 * lane;
-        if (d >= dim) break;
-        const float4 v = __ldcg(reinterpret_cast<const float4*>(part + d));
-        sum[j].x = __fmaf_rn(weight, v.x, sum[j].x), sum[j].y = __fmaf_rn(weight, v.y, sum[j].y);
-        sum[j].z = __fmaf_rn(weight, v.z, sum[j].z), sum[j].w = __fmaf_rn(weight, v.w, sum[j].w);
-      }
+// The block that came last adds the pieces of all rows and normalises. A call, since its registers
+// would be taken from those of the products.
+__device__ __noinline__ void join_pieces(Shared& sh, Rows mine, const int* positions,
+                                         const float* partial, const float2* stats,
+                                         float* attended, int num_heads, int dim, int stride,
+                                         int limit, int window, int most) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const auto pieces_of = [&](int m) {
+    const Span s = span_of(positions[sh.item.begin + mine.token(m)], limit, window, most);
+    return s.last() - s.first() + 1;
+  };
+  const auto place_of = [&](int m) {
+    return ((sh.base + mine.token(m)) * static_cast<long long>(num_heads) + mine.head(m)) * stride;
+  };
+  for (int first = 0; first < sh.used; first += STRANDS) {
+    __syncthreads();
+    if (first + warp < sh.used)
+      weigh_pieces(sh.weights[warp], stats + place_of(first + warp), pieces_of(first + warp), lane);
+    __syncthreads();
+    for (int at = threadIdx.x; at < STRANDS * dim / 4; at += THREADS) {
+      const int r = at / (dim / 4), d = at % (dim / 4) * 4, m = first + r;
+      if (m >= sh.used) break;
+      const float4 sum =
+          add_pieces(sh.weights[r], partial + place_of(m) * dim + d, pieces_of(m), dim);
+      const long long to = (sh.item.begin + mine.token(m)) * static_cast<long long>(num_heads);
+      *reinterpret_cast<float4*>(attended + (to + mine.head(m)) * dim + d) =
+          divided(sum, sh.weights[r][MOST_PIECES]);
     }
-  }
-  for (int step = 16; step > 0; step >>= 1) total += __shfl_xor_sync(0xffffffffu, total, step);
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) {
-    const int d = 128 * j + 4 * lane;
-    if (d < dim)
-      *reinterpret_cast<float4*>(out + d) = float4{sum[j].x / total, sum[j].y / total,
-                                                   sum[j].z / total, sum[j].w / total};
   }
 }
 
@@ -242,135 +206,85 @@ __device__ __noinline__ void join_pieces(const float* partial, const float2* sta
 
 using namespace voltapile;
 
-#if VP_ARCH == 750  // whose compiler would rather spill than have fewer blocks at once
-#define VP_LEAST_BLOCKS , 1
-#else
-#define VP_LEAST_BLOCKS
-#endif
-
 // grid: (tokens or items * pieces, KV heads * parts of their rows)
 // heads: int[kv_heads + 1 + H], where each KV head's query heads begin and end, then those
 // plan: null, or of attention_plan.cu: int count, -, -, -, then (first token, tokens) of each item
 // partial: float[tokens * H * stride, value_dim], stats: largest score and sum alike
 // tickets: a zero for each token or item and blockIdx.y
-extern "C" __global__ void __launch_bounds__(THREADS VP_LEAST_BLOCKS)
+// What was there when the step began (slots, positions, tables, older keys and values) is read
+// before the kernel before this one has ended.
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS)
 attention_decode(const float* q, const unsigned char* key_base, const unsigned char* value_base,
                  const int* table, const int* slots, const int* positions, const int* heads,
                  const int* plan, float* partial, float2* stats, unsigned* tickets,
-                 float* attended, int first, int last, int parts,
-                 int kv_heads, int num_heads, int key_dim, int value_dim, int key_kind,
-                 int value_kind, int width, int pages, float scale, float cap, int window, int most,
-                 int stride, int chunk, int pieces) {
+                 float* attended, int first, int last, int parts, int kv_heads, int num_heads,
+                 int key_dim, int value_dim, int key_kind, int value_kind, int width, int pages,
+                 float scale, float cap, int window, int most, int stride, int chunk, int pieces) {
   Shared& sh = *reinterpret_cast<Shared*>(shared);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int group = warp % GROUPS, share = warp / GROUPS, limit = width * PAGE;
-  const int number = blockIdx.x / pieces, item = first + number;
-  int begin = item, count = 0, base = number;
-  if (plan != nullptr) {
-    if (item >= plan[0]) return;
-    begin = plan[4 + 2 * item], count = plan[5 + 2 * item], base = number * chunk;
-  } else {
-    count = tokens_of_item(slots, positions, item, first, last, chunk, limit, window, most);
-    if (count == 0) return;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, limit = width * PAGE;
+  const int number = blockIdx.x / pieces, index = first + number;
+  const bool is_planned = plan != nullptr;
+  grid_launch();
+  if (is_planned) {
+    grid_wait();
+    if (index >= plan[0]) return;
   }
+  const Item item = is_planned ? Item{plan[4 + 2 * index], plan[5 + 2 * index], 0}
+                               : item_at(slots, positions, index, first, last, chunk, limit,
+                                         window, most);
   const int kv_head = blockIdx.y / parts, part = blockIdx.y % parts;
-  const int* own = heads + kv_heads + 1 + heads[kv_head];
-  const int members = heads[kv_head + 1] - heads[kv_head];
-  const int rows = min(ROWS, count * members - part * ROWS), tiles = (rows + 15) / 16;
-  if (rows <= 0) return;
-
-  Span whole = span_of(positions[begin], limit, window, most);  // of all tokens together
-  for (int t = 1; t < count; ++t) {
-    const Span s = span_of(positions[begin + t], limit, window, most);
+  const Rows mine{heads + kv_heads + 1 + heads[kv_head], heads[kv_head + 1] - heads[kv_head],
+                  part * ROWS};
+  const int used = min(ROWS, item.count * mine.members - part * ROWS), tiles = (used + 15) / 16;
+  if (used <= 0) return;
+  Span whole = span_of(positions[item.begin], limit, window, most);  // of all tokens together
+  for (int t = 1; t < item.count; ++t) {
+    const Span s = span_of(positions[item.begin + t], limit, window, most);
     whole.low = min(whole.low, s.low), whole.high = max(whole.high, s.high);
   }
-  keep_for_end(sh, begin, base, whole.last() - whole.first() + 1, rows);
   const int piece = whole.first() + blockIdx.x % pieces;
-  const int start = max(piece * whole.piece, whole.low / TILE * TILE);
+  const int start = max(piece * whole.piece, whole.low / PAGE * PAGE);
   const int end = min((piece + 1) * whole.piece, whole.high);
   if (start >= end) return;
-  const Cache keys{key_base, key_kind, key_dim}, values{value_base, value_kind, value_dim};
-  const Pages where{table + static_cast<long long>(slots[begin]) * width, pages, kv_heads, kv_head,
-                    width};
-  Fetch<THREADS> fetch;
-  int page = where.at(start);
-  if (IS_ASYNC) {
-    fetch_async<THREADS>(keys, page, start, whole.low, whole.high, sh.keys);
-    commit_copies();
-    fetch_async<THREADS>(values, page, start, whole.low, whole.high, sh.values);
-    commit_copies();
-  } else {
-    fetch.read(keys, page, start, whole.low, whole.high);
+
+  Steps& steps = sh.strands[warp];
+  Steps::State state;
+  const Pages where{table + static_cast<long long>(slots[item.begin]) * width, pages, kv_heads,
+                    kv_head, width};
+  const Source from{{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}, where,
+                    whole.low, whole.high, start + STEP * warp, end};
+  steps.begin(from, state, item.fresh, true, lane);
+  if (threadIdx.x == 0) {
+    sh.item = item, sh.used = used;
+    sh.base = is_planned ? number * chunk : number;
+    sh.pieces = whole.last() - whole.first() + 1;
   }
+  __syncthreads();
+  place_rows(sh, mine, positions, piece, num_heads, stride, limit, window, most);
+  __syncthreads();
+  grid_wait();
+  steps.begin(from, state, item.fresh, false, lane);
+  stage_queries(sh, mine, q, num_heads, key_dim, scale, warp, lane);
+  __syncthreads();
 
-  const Rows mine{q + static_cast<long long>(begin) * num_heads * key_dim, positions + begin, own,
-                  members, part * ROWS, rows, num_heads, key_dim};
-  stage_rows(sh, mine, piece, base, stride, limit, window, most, scale);
-
-  Square out[ROW_TILES][COLUMNS];
-  Running running[ROW_TILES][2];
-  float sum[MINE][2] = {}, alpha[ROW_TILES][2];
+  Sums sums;
 #pragma unroll
   for (int t = 0; t < ROW_TILES; ++t)
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) out[t][c].clear();
-  half_bits* value_tile = IS_ASYNC ? sh.values : sh.keys;
-
-  for (int p = start; p < end; p += TILE) {
-    const int next = p + TILE < end ? where.at(p + TILE) : page;
-    const bool is_first = p == start;  // its values are under way
-    if (!IS_ASYNC) fetch.put(keys, sh.keys);
-    else if (is_first) wait_for_copies<1>();
-    else wait_for_copies<0>();
-    __syncthreads();
-    if (!IS_ASYNC) {
-      fetch.read(values, page, p, whole.low, whole.high);
-    } else if (!is_first) {
-      fetch_async<THREADS>(values, page, p, whole.low, whole.high, sh.values);
-      commit_copies();
-    }
-    Square scored[1][MINE], (&s)[MINE] = scored[0];
-    scores(scored, sh.q + 16 * share * PITCH, 16 * SHARES, sh.keys + 16 * group * PITCH,
-           (tiles - share + SHARES - 1) / SHARES, lane);
-#pragma unroll
-    for (int j = 0; j < MINE; ++j)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = 16 * (j * SHARES + share) + Mma::row(lane, i);
-        if (row >= 16 * tiles) break;
-        finish_scores(s[j], i, p + 16 * group, sh.low[row], sh.high[row], sh.factor[row], cap,
-                      lane);
-        const float larger = row_max(largest(s[j], i));
-        if (Mma::pair(lane) == 0) sh.most[group][row] = larger;
-      }
-    __syncthreads();  // and the keys are done with
-    if (IS_ASYNC) {
-      if (p + TILE < end)
-        fetch_async<THREADS>(keys, next, p + TILE, whole.low, whole.high, sh.keys);
-      commit_copies();
-    }
-    soften(sh, s, running, alpha, sum, tiles, group, share, lane);
-    if (IS_ASYNC) wait_for_copies<1>();
-    else fetch.put(values, value_tile);
-    __syncthreads();
-    if (!IS_ASYNC && p + TILE < end) fetch.read(keys, next, p + TILE, whole.low, whole.high);
-    add_values(sh, value_tile, out, alpha, tiles, warp, lane);
-    if (!IS_ASYNC) __syncthreads();
-    page = next;
+    for (int c = 0; c < DIM / 16; ++c) sums.out[t][c].clear();
+  for (int p = from.first; p < end; p += PAGE) {
+    Square s[ROW_TILES];
+    float alpha[ROW_TILES][2];
+    score(s, sh.q, steps.keys(from, state, p, lane), tiles, lane);
+    steps.end_keys(from, state, p, lane);
+    const bool moves = soften(s, sums, alpha, sh.rows, p, cap, tiles, lane);
+    add_values(sums, s, steps.values(from, state, p, lane), alpha, moves, tiles, lane);
+    steps.end_values(from, state, p, lane);
   }
-  __syncthreads();
-  write_piece(sh, out, running, sum, partial, stats, value_dim, tiles, group, share, warp, lane);
-  if (!is_last(sh, tickets + blockIdx.x / pieces * gridDim.y + blockIdx.y, sh.kept[2])) return;
-  const int* lists = heads + blockIdx.y / parts;
-  const int group_begin = lists[0], group_size = lists[1] - group_begin;
-  const int token = sh.kept[0], origin = sh.kept[1], end_row = sh.kept[3];
-  for (int m = warp; m < end_row; m += WARPS) {
-    const int r = blockIdx.y % parts * ROWS + m, t = r / group_size;
-    const int head = heads[kv_heads + 1 + group_begin + r % group_size];
-    const Span s = span_of(positions[token + t], limit, window, most);
-    const long long at = (static_cast<long long>(origin + t) * num_heads + head) * stride;
-    join_pieces(partial + at * value_dim, stats + at, s.last() - s.first() + 1,
-                attended + (static_cast<long long>(token + t) * num_heads + head) * value_dim,
-                value_dim);
-  }
+  write_piece(sh.ends, sh.rows, sums, sh.used, sh.pieces == 1, attended, partial, stats, value_dim,
+              warp, lane);
+  if (sh.pieces == 1) return;
+  if (is_last(sh.answer, tickets + number * gridDim.y + blockIdx.y, sh.pieces))
+    join_pieces(sh, mine, positions, partial, stats, attended, num_heads, value_dim, stride, limit,
+                window, most);
 }

@@ -1,8 +1,9 @@
 // Keys and values in pages of 64 positions: [page][KV head][position][dimension].
 //
 // f16 holds plain halves. q8_0 and q4_0 hold, for each page and head, first the integers of all 64
-// positions and then their scales (a half for each 32 values), so that 16-byte reads are aligned;
-// the bytes of q4_0 hold value i in the low and value i + 16 in the high nibble, as in GGUF.
+// positions and then their scales (a half for each 16 values of q8_0, each 32 of q4_0), so that
+// 16-byte reads are aligned and have one scale; the bytes of q4_0 hold value i in the low and value
+// i + 16 in the high nibble, as in GGUF.
 // A reader brings part of a page into shared memory as halves: positions outside [low, high) and
 // dimensions past the head's end become zeros, so that what was left there by others cannot harm.
 #pragma once
@@ -20,9 +21,12 @@ __device__ constexpr int values_of(int kind) {  // in 16 bytes
   return kind == F16 ? 8 : kind == Q8_0 ? 16 : 32;
 }
 
-// Bytes of one head in a page.
+// Bytes of one head in a page; of it those before the scales.
+__device__ __forceinline__ long long integer_bytes(int kind, int dim) {
+  return PAGE * dim * 16 / values_of(kind);
+}
 __device__ __forceinline__ long long head_bytes(int kind, int dim) {
-  return kind == F16 ? PAGE * dim * 2 : PAGE * dim * 16 / values_of(kind) + PAGE * dim / 16;
+  return integer_bytes(kind, dim) + (kind == F16 ? 0 : PAGE * dim * 2 / values_of(kind));
 }
 
 // Four bytes as halves, in order: the byte becomes the low bits of 1024 + byte.
@@ -44,22 +48,23 @@ __device__ __forceinline__ unsigned scaled(unsigned halves, float offset, unsign
   return half_multiply(half_add(halves, half_pair(-offset, -offset)), scale);
 }
 
-// Place i of a thread in a tile of rows of WIDE pieces, so that most of it is known beforehand.
+// Place i of one of THREADS threads in a tile of rows of WIDE pieces, so that most of it is known
+// beforehand.
 template <int WIDE, int THREADS>
-__device__ __forceinline__ int row_of_place(int i) {
-  return THREADS % WIDE == 0 ? static_cast<int>(threadIdx.x) / WIDE + i * (THREADS / WIDE)
-                             : (i * THREADS + static_cast<int>(threadIdx.x)) / WIDE;
+__device__ __forceinline__ int row_of_place(int thread, int i) {
+  return THREADS % WIDE == 0 ? thread / WIDE + i * (THREADS / WIDE) : (i * THREADS + thread) / WIDE;
 }
 template <int WIDE, int THREADS>
-__device__ __forceinline__ int column_of_place(int i) {
-  return THREADS % WIDE == 0 ? static_cast<int>(threadIdx.x) % WIDE
-                             : (i * THREADS + static_cast<int>(threadIdx.x)) % WIDE;
+__device__ __forceinline__ int column_of_place(int thread, int i) {
+  return THREADS % WIDE == 0 ? thread % WIDE : (i * THREADS + thread) % WIDE;
 }
 
 // What one thread has read of ROWS positions and not yet put in shared memory. DIM is the width
-// there; dim <= DIM that of the cache.
+// there; dim <= DIM that of the cache. The newest positions were written by a kernel that may have
+// run beside this one: nothing is read by way of a cache of its own.
 template <int ROWS, int DIM, int THREADS, int SLOTS>
 struct Reader {
+  int thread;
   uint4 data[SLOTS];
   half_bits scale[SLOTS];
 
@@ -70,16 +75,15 @@ struct Reader {
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
       if (i * THREADS >= ROWS * WIDE) break;
-      const int r = row_of_place<WIDE, THREADS>(i), c = column_of_place<WIDE, THREADS>(i);
+      const int r = row_of_place<WIDE, THREADS>(thread, i), c = column_of_place<WIDE, THREADS>(thread, i);
       data[i] = uint4{0, 0, 0, 0};
       scale[i] = 0;
       if (r < ROWS && r >= low && r < high && c * EACH < dim) {
         const int cell = (row + r) * (dim / EACH) + c;
-        data[i] = __ldg(reinterpret_cast<const uint4*>(head) + cell);
+        data[i] = __ldcg(reinterpret_cast<const uint4*>(head) + cell);
         if (TYPE != F16) {
-          const unsigned char* scales = head + PAGE * dim * 16 / EACH;
-          const int block = (row + r) * (dim / 32) + c * EACH / 32;
-          scale[i] = __ldg(reinterpret_cast<const half_bits*>(scales) + block);
+          const unsigned char* scales = head + integer_bytes(TYPE, dim);
+          scale[i] = __ldcg(reinterpret_cast<const half_bits*>(scales) + cell);
         }
       }
     }
@@ -91,7 +95,7 @@ struct Reader {
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
       if (i * THREADS >= ROWS * WIDE) break;
-      const int r = row_of_place<WIDE, THREADS>(i), c = column_of_place<WIDE, THREADS>(i);
+      const int r = row_of_place<WIDE, THREADS>(thread, i), c = column_of_place<WIDE, THREADS>(thread, i);
       if (r >= ROWS) break;
       uint4* to = reinterpret_cast<uint4*>(tile + r * pitch + c * EACH);
       if (TYPE == F16) to[0] = data[i];
@@ -123,11 +127,11 @@ struct Reader {
 // Reader::read and put for f16 at once, without registers between; arrives some time later.
 template <int ROWS, int DIM, int THREADS>
 __device__ __forceinline__ void fetch_halves(half_bits* tile, int pitch, const unsigned char* head,
-                                             int row, int low, int high) {
+                                             int row, int low, int high, int thread) {
   constexpr int WIDE = DIM / 8;
 #pragma unroll
   for (int i = 0; i < (ROWS * WIDE + THREADS - 1) / THREADS; ++i) {
-    const int r = row_of_place<WIDE, THREADS>(i), c = column_of_place<WIDE, THREADS>(i);
+    const int r = row_of_place<WIDE, THREADS>(thread, i), c = column_of_place<WIDE, THREADS>(thread, i);
     if (r >= ROWS) break;
     const bool is_seen = r >= low && r < high;
     const unsigned char* from = head + ((row + r) * DIM + 8 * c) * 2;

@@ -59,7 +59,14 @@ struct Mma {
 
   static __device__ int pair(int lane) { return (lane >> 1 & 1) + 2 * (lane >> 3 & 1); }
   static __device__ int row(int lane, int i) {
-    return (lane & 1) + 2 * i + 4 * (lane >> 2 & 1) + 8 * (lane >> 4);
+    return row_of(number(lane), i);
+  }
+  // Rows of one i have numbers from 0 to 7.
+  static __device__ int number(int lane) {
+    return (lane & 1) + 2 * (lane >> 2 & 1) + 4 * (lane >> 4);
+  }
+  static __device__ int row_of(int number, int i) {
+    return (number & 1) + 2 * i + 4 * (number >> 1 & 1) + 8 * (number >> 2);
   }
 
   // m[row][k], `pitch` halves a row
@@ -136,7 +143,9 @@ struct Mma {
   struct B { unsigned r[4]; };  // r[0], r[1]: columns 0 to 7; r[2], r[3]: columns 8 to 15
 
   static __device__ int pair(int lane) { return lane & 3; }
-  static __device__ int row(int lane, int i) { return (lane >> 2) + 8 * i; }
+  static __device__ int row(int lane, int i) { return row_of(number(lane), i); }
+  static __device__ int number(int lane) { return lane >> 2; }
+  static __device__ int row_of(int number, int i) { return number + 8 * i; }
 
   static __device__ A load_a(const half_bits* m, int pitch, int lane) {
     A a;

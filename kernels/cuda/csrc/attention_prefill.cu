@@ -32,6 +32,47 @@ struct Bounds {
   int first_full, last_full;  // positions that all rows see
 };
 
+__device__ __forceinline__ void fetch_async(const Cache& c, int at, int p, const Bounds& seen,
+                                            half_bits* tile) {
+  fetch_halves<TILE, DIM, THREADS>(tile, PITCH, c.head(at), p % PAGE, seen.low - p, seen.high - p,
+                                   threadIdx.x);
+}
+
+// s[g][i] = 16 queries from row i * apart on times 16 keys from row 16 g on, for i < used.
+template <int GROUPS, int COUNT>
+__device__ __forceinline__ void scores(Square (&s)[GROUPS][COUNT], const half_bits* q, int apart,
+                                       const half_bits* keys, int used, int lane) {
+#pragma unroll
+  for (int start = 0; start < DIM; start += CHAIN) {
+    Square part[GROUPS][COUNT];
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) part[g][i].clear();
+#pragma unroll
+    for (int k = start; k < min(DIM, start + CHAIN); k += 16) {
+      Mma::A a[COUNT];
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i)
+        if (i < used) a[i] = Mma::load_a(q + i * apart * PITCH + k, PITCH, lane);
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        const Mma::B b = Mma::load_b(keys + 16 * g * PITCH + k, PITCH, lane);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+          if (i < used) Mma::product(part[g][i], a[i], b);
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          s[g][i].e[e] = start == 0 ? part[g][i].e[e] : s[g][i].e[e] + part[g][i].e[e];
+  }
+}
+
 // Positions and queries of the block's rows, to shared memory.
 __device__ __forceinline__ void stage_rows(Shared& sh, const float* q, const int* positions,
                                            const int* own, int members, int begin, int first,
@@ -187,10 +228,10 @@ attention_prefill(const float* q, const unsigned char* key_base, const unsigned 
                     width};
   const int start = seen.low / TILE * TILE;
   int page = where.at(start);
-  Fetch<THREADS> fetch;
+  Fetch<TILE, THREADS> fetch(threadIdx.x);
   if (IS_ASYNC) {
-    fetch_async<THREADS>(keys, page, start, seen.low, seen.high, sh.keys[0]);
-    fetch_async<THREADS>(values, page, start, seen.low, seen.high, sh.values[0]);
+    fetch_async(keys, page, start, seen, sh.keys[0]);
+    fetch_async(values, page, start, seen, sh.values[0]);
     commit_copies();
   } else if (PREFETCHES) {
     fetch.read(keys, page, start, seen.low, seen.high);
@@ -212,8 +253,8 @@ attention_prefill(const float* q, const unsigned char* key_base, const unsigned 
       wait_for_copies<0>();
       __syncthreads();
       if (goes_on) {
-        fetch_async<THREADS>(keys, next_page, next, seen.low, seen.high, sh.keys[stage ^ 1]);
-        fetch_async<THREADS>(values, next_page, next, seen.low, seen.high, sh.values[stage ^ 1]);
+        fetch_async(keys, next_page, next, seen, sh.keys[stage ^ 1]);
+        fetch_async(values, next_page, next, seen, sh.values[stage ^ 1]);
         commit_copies();
       }
     } else {

@@ -2,15 +2,20 @@
 // head for neighbouring tokens of a slot. Row m of a block is token m / G, head m % G of the group.
 //
 // How a token's positions are cut into pieces depends on that token alone, never on its company or
-// on the launch: pieces begin at multiples of their length, the least 64 * 2^n that needs no more
+// on the launch: pieces begin at multiples of their length, the least PIECE * 2^n that needs no more
 // than `most` of them. This, and products whose rows do not know each other, is why a row has the
 // same bits alone and among others.
+// -D PIECE
 #pragma once
 #include "half.cuh"
 
 namespace voltapile {
 
 using half_bits = std::uint16_t;
+
+#ifndef PIECE
+#define PIECE 64
+#endif
 
 #ifndef VP_EMULATION
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
@@ -33,7 +38,7 @@ __device__ __forceinline__ Span span_of(int position, int limit, int window, int
   Span s;
   s.high = max(1, min(position + 1, limit));
   s.low = window > 0 ? max(0, s.high - window) : 0;
-  s.piece = 64;
+  s.piece = PIECE;
   while (s.piece * most < s.high - s.low) s.piece *= 2;
   return s;
 }
@@ -44,8 +49,9 @@ __device__ __forceinline__ float tanh_fast(float x) {
 }
 
 // The fp16 form of a query: times a power of two that brings its largest value to [128, 256).
-// Returns the power that undoes it. A warp calls; x: `dim` floats, to: DIM halves.
-template <int DIM>
+// Returns the power that undoes it. A warp calls; x: `dim` floats, to: DIM halves. IN_FOURS: of each
+// 16, halves 2 c, 2 c + 1, 8 + 2 c and 9 + 2 c become four neighbours from 4 c on (ByteTile).
+template <int DIM, bool IN_FOURS = false>
 __device__ __forceinline__ float stage_query(const float* x, int dim, half_bits* to, int lane) {
   constexpr int EACH = (DIM + 127) / 128;
   float4 v[EACH];
@@ -68,7 +74,12 @@ __device__ __forceinline__ float stage_query(const float* x, int dim, half_bits*
     if (at < DIM) {
       uint2 h;
       h.x = half_pair(v[i].x * up, v[i].y * up), h.y = half_pair(v[i].z * up, v[i].w * up);
-      *reinterpret_cast<uint2*>(to + at) = h;
+      if (IN_FOURS) {
+        half_bits* pairs = to + at / 16 * 16 + at % 16 / 2;
+        *reinterpret_cast<unsigned*>(pairs) = h.x, *reinterpret_cast<unsigned*>(pairs + 8) = h.y;
+      } else {
+        *reinterpret_cast<uint2*>(to + at) = h;
+      }
     }
   }
   return __uint_as_float((127u - 7 + exponent) << 23);

@@ -1,5 +1,5 @@
-// What decode and prefill do alike with a tile of TILE positions in shared memory: where it comes
-// from, scores, masks. HEAD_DIM, KIND (of both caches; 3: told at run time) come from -D.
+// What decode and prefill do alike with positions in shared memory: where they come from, masks,
+// softmax. HEAD_DIM, KIND (of both caches; 3: told at run time) come from -D.
 #pragma once
 #include "attention_kv.cuh"
 #include "attention_mma.cuh"
@@ -32,10 +32,13 @@ struct Pages {
   }
 };
 
-template <int THREADS>
+// ROWS positions on their way by some threads' registers.
+template <int ROWS, int THREADS>
 struct Fetch {
   static constexpr int LEAST = KIND == ANY ? 8 : values_of(KIND);
-  Reader<TILE, DIM, THREADS, (TILE * DIM / LEAST + THREADS - 1) / THREADS> reader;
+  Reader<ROWS, DIM, THREADS, (ROWS * DIM / LEAST + THREADS - 1) / THREADS> reader;
+
+  __device__ explicit Fetch(int thread) { reader.thread = thread; }
 
   // low, high: the positions that anybody sees
   __device__ void read(const Cache& c, int at, int p, int low, int high) {
@@ -53,47 +56,6 @@ struct Fetch {
     if (kind == Q4_0) reader.template put<Q4_0>(tile, PITCH);
   }
 };
-
-template <int THREADS>
-__device__ __forceinline__ void fetch_async(const Cache& c, int at, int p, int low, int high,
-                                            half_bits* tile) {
-  fetch_halves<TILE, DIM, THREADS>(tile, PITCH, c.head(at), p % PAGE, low - p, high - p);
-}
-
-// s[g][i] = 16 queries from row i * apart on times 16 keys from row 16 g on, for i < used.
-template <int GROUPS, int COUNT>
-__device__ __forceinline__ void scores(Square (&s)[GROUPS][COUNT], const half_bits* q, int apart,
-                                       const half_bits* keys, int used, int lane) {
-#pragma unroll
-  for (int start = 0; start < DIM; start += CHAIN) {
-    Square part[GROUPS][COUNT];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) part[g][i].clear();
-#pragma unroll
-    for (int k = start; k < min(DIM, start + CHAIN); k += 16) {
-      Mma::A a[COUNT];
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i)
-        if (i < used) a[i] = Mma::load_a(q + i * apart * PITCH + k, PITCH, lane);
-#pragma unroll
-      for (int g = 0; g < GROUPS; ++g) {
-        const Mma::B b = Mma::load_b(keys + 16 * g * PITCH + k, PITCH, lane);
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-          if (i < used) Mma::product(part[g][i], a[i], b);
-      }
-    }
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g)
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i)
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          s[g][i].e[e] = start == 0 ? part[g][i].e[e] : s[g][i].e[e] + part[g][i].e[e];
-  }
-}
 
 // Scale, soft cap and mask of one row's four columns in a tile of 16 positions from p on.
 // factor: to the exponent of 2, or (with a cap) to what tanh takes; cap: times log2(e).

@@ -1,6 +1,8 @@
 // Root mean square norms over runs of n values. How many threads work on a run follows from n
-// alone, so that a run's bits depend on nothing beside it.
+// alone, so that a run's bits depend on nothing beside it. Weights are there before the kernel before
+// this one has ended.
 #include "block.cuh"
+#include "grid.cuh"
 
 namespace voltapile {
 
@@ -19,6 +21,7 @@ using namespace voltapile;
 extern "C" __global__ void __launch_bounds__(1024)
 rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps, int accumulate) {
   __shared__ float scratch[32];
+  grid_launch();
   x += static_cast<long long>(blockIdx.x) * n;
   out += static_cast<long long>(blockIdx.x) * n;
   const float4* x4 = reinterpret_cast<const float4*>(x);
@@ -27,12 +30,17 @@ rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps,
   float4 v[HELD], w[HELD];
   float sum = 0.0f;
   const int count = n % 4 == 0 ? n / 4 : 0;
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    w[i] = at < count ? w4[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  grid_wait();
   if (count > 0) {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       const int at = i * blockDim.x + threadIdx.x;
       v[i] = at < count ? x4[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      w[i] = at < count ? w4[at] : v[i];
       sum += (v[i].x * v[i].x + v[i].y * v[i].y) + (v[i].z * v[i].z + v[i].w * v[i].w);
     }
   } else {
@@ -63,6 +71,8 @@ rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps,
 extern "C" __global__ void rms_norm_heads(const float* x, const float* weight, float* out, int n,
                                           float eps, int accumulate, int runs) {
   const int run = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x & 31;
+  grid_launch();
+  grid_wait();
   if (run >= runs) return;
   x += static_cast<long long>(run) * n;
   out += static_cast<long long>(run) * n;

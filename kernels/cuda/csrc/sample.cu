@@ -1,6 +1,7 @@
 // The ends of a step: continuing tokens from their slots, and the choice of tokens as
 // kernels/random.md says it. Blocks find the best of parts of a row, then one block chooses for
 // the row, so rows know nothing of each other.
+#include "grid.cuh"
 #include "select.cuh"
 
 using namespace voltapile;
@@ -200,6 +201,8 @@ constexpr u64 BAD = ~0ull;  // a part holds a NaN or +inf; more than any rank
 extern "C" __global__ void __launch_bounds__(256)
     best_of_parts(const float* logits, u64* parts_best, int vocab) {
   __shared__ u64 join[32];
+  grid_launch();
+  grid_wait();
   const int size = (vocab + gridDim.x - 1) / gridDim.x;
   const int first = blockIdx.x * size, last = min(first + size, vocab);
   logits += static_cast<long long>(blockIdx.y) * vocab;
@@ -221,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(1024)
                 const int* slots, const int* positions, State state, Output out, int vocab,
                 int parts) {
   __shared__ SelectScratch s;
+  grid_wait();
   const int row = blockIdx.x, t = outputs[row], slot = slots[t], position = positions[t] + 1;
   logits += static_cast<long long>(row) * vocab;
   scratch += static_cast<long long>(row) * vocab;

@@ -175,11 +175,11 @@ def decode(raw: np.ndarray, kind: str, kv_heads: int, dim: int) -> np.ndarray:
     data = heads[..., : PAGE * dim * bits // 8]
     scales = heads[..., PAGE * dim * bits // 8 :].copy().view(np.float16).astype(np.float64)
     if kind == "q8_0":
-        numbers = data.view(np.int8).reshape(*shape, dim // 32, 32).astype(np.float64)
+        numbers = data.view(np.int8).reshape(*shape, dim // 16, 16).astype(np.float64)
     else:
         pairs = data.reshape(*shape, dim // 32, 16)
         numbers = np.concatenate([pairs & 15, pairs >> 4], -1).astype(np.float64) - 8
-    return (numbers * scales.reshape(*shape, dim // 32, 1)).reshape(*shape, dim)
+    return (numbers * scales.reshape(*shape, -1, 1)).reshape(*shape, dim)
 
 
 def check_rope_store(

@@ -1,0 +1,231 @@
+// A warp's own part of shared memory in decode: keys and values of STEP positions, a page apart from
+// step to step, and how they get there. No other warp touches it, so none waits for another.
+#pragma once
+#include "attention_tile.cuh"
+
+namespace voltapile {
+
+constexpr int STEP = 16;
+constexpr bool COPIES = VP_ARCH >= 800 && (KIND == F16 || KIND == Q8_0);
+constexpr int STAGES = COPIES && DIM <= 128 ? 2 : 1;
+constexpr unsigned WHOLE_WARP = 0xffffffffu;
+
+template <bool IS_FIRST, class First, class Second>
+struct Either {
+  using type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using type = Second;
+};
+
+// STEP positions as halves. An operand has WIDTH of the dimensions.
+struct HalfTile {
+  static constexpr int WIDTH = 16;
+  static constexpr bool IN_FOURS = false;
+  half_bits at[STEP * PITCH];
+
+  __device__ void copy(const unsigned char* head, int p, int low, int high, int lane) {
+    fetch_halves<STEP, DIM, 32>(at, PITCH, head, p % PAGE, low - p, high - p, lane);
+  }
+  __device__ void hide(int, int, int) {}  // what is not seen was not copied
+  __device__ void keys(Mma::B (&b)[1], int k, int lane) const {
+    b[0] = Mma::load_b(at + k, PITCH, lane);
+  }
+  __device__ void values(Mma::B (&b)[1], int d, int lane) const {
+    b[0] = Mma::load_b_rows(at + d, PITCH, lane);
+  }
+  // Row i of this lane's part of a result, 16 dimensions wide.
+  static __device__ void write(float* to, const Square& s, int i, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      *reinterpret_cast<float2*>(to + 8 * h + 2 * Mma::pair(lane)) =
+          float2{s.e[4 * h + 2 * i], s.e[4 * h + 2 * i + 1]};
+  }
+};
+
+#if VP_ARCH >= 800
+// STEP positions as q8_0 has them; they become halves on their way to the tensor core. Where halves
+// lie, two bytes are one: of 16 dimensions a lane gets 4 pair to 4 pair + 3. Queries must lie in
+// that order (stage_query), and results come out in it. Rows start an odd number of 16 bytes apart.
+struct ByteTile {
+  static constexpr int WIDTH = 32, WIDE = DIM + 16, SCALES = DIM / 16;
+  static constexpr bool IN_FOURS = true;
+  std::uint8_t at[STEP * WIDE];
+  half_bits scales[STEP * SCALES];
+
+  // All positions: none lies outside of the page, and `hide` takes the scales of those not seen.
+  __device__ void copy(const unsigned char* head, int p, int, int, int lane) {
+    constexpr int PIECES = DIM / 16;
+    const int row = p % PAGE;
+#pragma unroll
+    for (int i = 0; i < (STEP * PIECES + 31) / 32; ++i) {
+      const int r = row_of_place<PIECES, 32>(lane, i), c = column_of_place<PIECES, 32>(lane, i);
+      copy_async(at + r * WIDE + 16 * c, head + (row + r) * DIM + 16 * c, 16);
+    }
+    if (lane < STEP * SCALES / 8)
+      copy_async(scales + 8 * lane, head + PAGE * DIM + 2 * row * SCALES + 16 * lane, 16);
+  }
+  __device__ void hide(int low, int high, int lane) {
+    if (low <= 0 && high >= STEP) return;
+    for (int i = lane; i < STEP * SCALES; i += 32)
+      if (i < low * SCALES || i >= high * SCALES) scales[i] = 0;
+  }
+  __device__ void keys(Mma::B (&b)[2], int k, int lane) const {
+    unsigned r[4];
+    load_matrices(r, matrix(k, lane));
+    const unsigned first = scale_pair(lane >> 2, k), second = scale_pair((lane >> 2) + 8, k);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      four(b[j].r[0], b[j].r[1], r[2 * j], __byte_perm(first, 0, j ? 0x3232 : 0x1010));
+      four(b[j].r[2], b[j].r[3], r[2 * j + 1], __byte_perm(second, 0, j ? 0x3232 : 0x1010));
+    }
+  }
+  __device__ void values(Mma::B (&b)[2], int d, int lane) const {
+    unsigned r[4], s[4];
+    load_matrices_turned(r, matrix(d, lane));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = scale_pair(2 * (lane & 3) + (i & 1) + 8 * (i >> 1), d);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const unsigned pick = j ? 0x7632 : 0x5410;
+      pairs(b[j].r[0], b[j].r[2], r[2 * j], __byte_perm(s[0], s[1], pick));
+      pairs(b[j].r[1], b[j].r[3], r[2 * j + 1], __byte_perm(s[2], s[3], pick));
+    }
+  }
+  static __device__ void write(float* to, const Square& s, int i, int lane) {
+    *reinterpret_cast<float4*>(to + 4 * Mma::pair(lane)) =
+        float4{s.e[2 * i], s.e[4 + 2 * i], s.e[2 * i + 1], s.e[5 + 2 * i]};
+  }
+
+ private:
+  // Lanes' rows of four matrices: positions 0 to 7 and 8 to 15 of 16 bytes, then of the next 16.
+  __device__ const half_bits* matrix(int d, int lane) const {
+    return reinterpret_cast<const half_bits*>(at + (lane & 15) * WIDE + d + (lane >> 4) * 16);
+  }
+  __device__ unsigned scale_pair(int position, int d) const {  // of dimensions d to d + 31
+    return *reinterpret_cast<const unsigned*>(scales + position * SCALES + d / 16);
+  }
+  // Four neighbours of one position.
+  static __device__ void four(unsigned& low, unsigned& high, unsigned bytes, unsigned scale) {
+    spread(bytes ^ 0x80808080u, low, high);
+    low = scaled(low, 1152.0f, scale), high = scaled(high, 1152.0f, scale);
+  }
+  // Two neighbours of two positions: the even dimension of both, the odd one of both.
+  static __device__ void pairs(unsigned& even, unsigned& odd, unsigned bytes, unsigned scale) {
+    bytes ^= 0x80808080u;
+    even = scaled(__byte_perm(bytes, 0x64646464, 0x4240), 1152.0f, scale);
+    odd = scaled(__byte_perm(bytes, 0x64646464, 0x4341), 1152.0f, scale);
+  }
+};
+
+using KvTile = Either<COPIES && KIND == Q8_0, ByteTile, HalfTile>::type;
+#else
+using KvTile = HalfTile;
+#endif
+
+// Where a strand's keys and values come from, and which positions it goes through.
+struct Source {
+  Cache keys, values;
+  Pages where;
+  int low, high;   // positions that anybody of the block sees
+  int first, end;  // of the strand; its next step is a PAGE further
+};
+
+// With cp.async: STAGES steps are under way. `fresh`: positions from there on are written by the
+// kernel before this one; what lies before is asked for without waiting for that kernel.
+struct CopiedSteps {
+  KvTile keys_at[STAGES], values_at[STAGES];
+
+  struct State {
+    int stage = 0, page;  // page: of the step that is asked for next
+  };
+  __device__ void begin(const Source& s, State& state, int fresh, bool is_early, int lane) {
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) {
+      const int p = s.first + i * PAGE;
+      if ((p + STEP <= fresh) != is_early) continue;
+      const int page = s.where.at(p);
+      ask(keys_at[i], s.keys, page, s, p, lane);
+      ask(values_at[i], s.values, page, s, p, lane);
+    }
+    if (!is_early) state.page = s.where.at(s.first + STAGES * PAGE);
+  }
+  __device__ const KvTile& keys(const Source& s, const State& state, int p, int lane) {
+    return arrived(keys_at[state.stage], s, p, lane);
+  }
+  __device__ void end_keys(const Source& s, const State& state, int p, int lane) {
+    __syncwarp();
+    ask(keys_at[state.stage], s.keys, state.page, s, p + STAGES * PAGE, lane);
+  }
+  __device__ const KvTile& values(const Source& s, const State& state, int p, int lane) {
+    return arrived(values_at[state.stage], s, p, lane);
+  }
+  __device__ void end_values(const Source& s, State& state, int p, int lane) {
+    __syncwarp();
+    ask(values_at[state.stage], s.values, state.page, s, p + STAGES * PAGE, lane);
+    state.page = s.where.at(p + (STAGES + 1) * PAGE);
+    if (STAGES > 1) state.stage ^= 1;
+  }
+
+ private:
+  __device__ void ask(KvTile& tile, const Cache& c, int page, const Source& s, int p, int lane) {
+    if (p < s.end) tile.copy(c.head(page), p, s.low, s.high, lane);
+    commit_copies();
+  }
+  __device__ const KvTile& arrived(KvTile& tile, const Source& s, int p, int lane) {
+    wait_for_copies<2 * STAGES - 1>();
+    __syncwarp();
+    tile.hide(s.low - p, s.high - p, lane);
+    if (KvTile::IN_FOURS) __syncwarp();
+    return tile;
+  }
+};
+
+// By way of registers: keys are read while values are multiplied, and values while keys are; where
+// there are no registers for that, both are read when they are wanted, in two parts.
+struct ReadSteps {
+  static constexpr bool IS_AHEAD = DIM <= 128;
+  static constexpr int PART = IS_AHEAD ? STEP : STEP / 2;
+  HalfTile tile;
+
+  struct State {
+    Fetch<PART, 32> fetch{static_cast<int>(threadIdx.x & 31)};
+    int page, next;
+  };
+  __device__ void begin(const Source& s, State& state, int, bool is_early, int) {
+    if (is_early) return;
+    state.page = s.where.at(s.first);
+    if (IS_AHEAD && s.first < s.end)
+      state.fetch.read(s.keys, state.page, s.first, s.low, s.high);
+  }
+  __device__ const HalfTile& keys(const Source& s, State& state, int p, int) {
+    put(s.keys, s, state, p);
+    if (IS_AHEAD) state.fetch.read(s.values, state.page, p, s.low, s.high);
+    state.next = s.where.at(p + PAGE);
+    return tile;
+  }
+  __device__ void end_keys(const Source&, State&, int, int) { __syncwarp(); }
+  __device__ const HalfTile& values(const Source& s, State& state, int p, int) {
+    put(s.values, s, state, p);
+    state.page = state.next;
+    if (IS_AHEAD && p + PAGE < s.end)
+      state.fetch.read(s.keys, state.page, p + PAGE, s.low, s.high);
+    return tile;
+  }
+  __device__ void end_values(const Source&, State&, int, int) { __syncwarp(); }
+
+ private:
+  __device__ void put(const Cache& c, const Source& s, State& state, int p) {
+#pragma unroll
+    for (int at = 0; at < STEP; at += PART) {
+      if (!IS_AHEAD) state.fetch.read(c, state.page, p + at, s.low, s.high);
+      state.fetch.put(c, tile.at + at * PITCH);
+    }
+    __syncwarp();
+  }
+};
+
+using Steps = Either<COPIES, CopiedSteps, ReadSteps>::type;
+
+}  // namespace voltapile
