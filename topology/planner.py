@@ -1,7 +1,7 @@
 """Makes Plans: a pure function of (Spec, tensors, Machine, Backend, Options).
 
 Everything is decided here, before a byte is loaded; what does not fit is a message with numbers
-and the option that would help. Knows no device and no file beyond its table of tensors.
+and the options that would help. Knows no device and no file beyond its table of tensors.
 """
 
 from __future__ import annotations
@@ -15,37 +15,24 @@ from typing import Protocol
 
 import msgspec
 from voltapile.shm.gguf import Tensor
-from voltapile.topology.budget import Budget, Pool, choose_context, show
+from voltapile.topology.budget import Budget, choose_context, show
+from voltapile.topology.layout import Layout, layout_of
 from voltapile.topology.machine import Machine
-from voltapile.topology.memory import (
-    Load,
-    Sizes,
-    copied_bytes,
-    memory_of,
-    resident_bytes,
-    row_bytes,
-    sizes,
-)
-from voltapile.topology.parts import Part, part_of
+from voltapile.topology.memory import Load, memory_of, row_bytes
+from voltapile.topology.overrides import Obeyed, Rule, faults, obey, rules_of
+from voltapile.topology.placement import TABLE, Places, by_rules, fit, usual
 from voltapile.topology.plan import (
     Backend,
     CacheGroup,
     Options,
+    Override,
     Placement,
     Plan,
     PlanError,
     RankPlan,
     sealed,
 )
-from voltapile.topology.ranks import (
-    choose_mode,
-    count_ranks,
-    divide_cpus,
-    proportions,
-    shares,
-    with_devices,
-)
-from voltapile.topology.share import Share
+from voltapile.topology.ranks import Spread, divide_cpus, seen, spreads
 from voltapile.topology.spec import CacheNeed, Spec
 
 DEFAULT_SLOTS = 4
@@ -67,44 +54,10 @@ def plan(
     spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
 ) -> Plan:
     """The Plan of this model on that machine. Raises PlanError."""
-    warnings: list[str] = []
-    draft = _draft(spec, gguf, machine, backend, options, warnings)
-    slots, budget = draft.slots, draft.budget
-    context, columns = choose_context(spec, budget, slots, options, warnings)
-    if options.batch_tokens < CHUNK + slots:
-        warnings.append(
-            f"-b {options.batch_tokens} has no room for {slots} slots beside a chunk of {CHUNK}"
-        )
-    rows = min(slots, backend.max_decode_rows) if backend.captures else 0
-    counts = draft.sizes[0].pages(columns)
-    return sealed(
-        Plan(
-            model=[os.path.abspath(path) for path in gguf.paths],
-            alias=options.alias or _alias(gguf.paths[0]),
-            architecture=spec.architecture,
-            backend=backend.name,
-            mode=draft.mode,
-            endpoint=options.endpoint,
-            context=context,
-            slots=slots,
-            batch_tokens=options.batch_tokens,
-            buckets=list(range(1, rows + 1)),
-            steps_in_flight=draft.steps_in_flight,
-            answer_rank=len(draft.shares) - 1 if draft.mode == "layer" else 0,
-            ranks=_ranks(draft, gguf, machine, backend, options, context, columns, warnings),
-            caches=[
-                msgspec.structs.replace(group, pages=count)
-                for group, count in zip(draft.groups, counts, strict=True)
-            ],
-            tensors=_placements(gguf, draft, backend, options),
-            choices={
-                "cache_type_k": draft.groups[0].key_type,
-                "cache_type_v": draft.groups[0].value_type,
-                "prefill_chunk": str(CHUNK),
-                **backend.choices,
-            },
-            warnings=warnings,
-        )
+    drafts = _drafts(spec, gguf, machine, backend, options)
+    fitting = [each for each in drafts if not each.notes and each.budget.largest]
+    return _finish(
+        [*fitting, drafts[0]][0] if len(drafts) == 1 else [*fitting[::-1], drafts[0]][0], gguf
     )
 
 
@@ -112,22 +65,32 @@ def largest_context(
     spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
 ) -> int:
     """Most tokens that one request could use here; 0 if the model does not fit at all."""
-    return _draft(spec, gguf, machine, backend, options, []).budget.largest
+    return _drafts(spec, gguf, machine, backend, options)[0].budget.largest
 
 
 @dataclass(frozen=True)
 class _Draft:
     """What is decided before the context."""
 
-    mode: str
-    devices: list[str]  # of each rank
-    shares: list[Share]
-    parts: list[dict[str, Part]]  # of each rank, by tensor
-    slots: int
-    steps_in_flight: int
-    groups: list[CacheGroup]
-    sizes: list[Sizes]
+    layout: Layout
+    rules: Sequence[Rule]
+    obeyed: Obeyed
+    places: Places
     budget: Budget
+    warnings: list[str]
+    notes: list[str]
+
+
+def _drafts(
+    spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
+) -> list[_Draft]:
+    """One for each way of spreading the model that the options leave open."""
+    _check(options)
+    _check_formats(gguf, backend)
+    machine = seen(machine, backend, options)
+    warnings: list[str] = []
+    ways = spreads(spec, gguf.tensors, machine, backend, options, warnings)
+    return [_draft(spec, gguf, machine, backend, options, way, warnings) for way in ways]
 
 
 def _draft(
@@ -136,30 +99,23 @@ def _draft(
     machine: Machine,
     backend: Backend,
     options: Options,
-    warnings: list[str],
+    spread: Spread,
+    warnings: Sequence[str],
 ) -> _Draft:
-    _check(options)
-    _check_formats(gguf, backend)
-    machine = with_devices(machine, backend, options)
-    memory_of(machine, backend)
-    count = count_ranks(machine, backend, options)
-    given = proportions(options, count)
-    places = [place for place, part in enumerate(given) if part]  # a part of 0 is no rank
-    mode = choose_mode(options, len(places), warnings)
-    found = shares(spec, gguf.tensors, mode, [given[place] for place in places])
-    parts = [_parts(gguf, spec, share) for share in found]
+    steps = 1 if spread.mode == "layer" else STEPS_IN_FLIGHT
+    load = Load(options.slots or DEFAULT_SLOTS, options.batch_tokens, steps)
     groups = _cache_groups(spec, backend, options)
-    slots = options.slots or DEFAULT_SLOTS
-    steps = 1 if mode == "layer" else STEPS_IN_FLIGHT
-    load = Load(slots, options.batch_tokens, steps)
-    needs = [
-        sizes(spec, backend, groups, share, len(found), load, _weight_bytes(kept, backend, options))
-        for share, kept in zip(found, parts, strict=True)
-    ]
-    pools = _pools(gguf, machine, backend, options, places, needs)
-    budget = Budget(pools, options.margin_bytes, backend.page_tokens)
-    devices = [f"cuda:{machine.gpus[i].index}" if backend.in_vram else "cpu" for i in places]
-    return _Draft(mode, devices, found, parts, slots, steps, groups, needs, budget)
+    layout = layout_of(spec, gguf.tensors, machine, backend, options, spread, load, groups)
+    _check_size(layout)
+    devices = {name: rank for rank, name in enumerate(_devices(layout))}
+    rules = rules_of(options, spec, devices, len(spread.shares)) if backend.in_vram else []
+    obeyed = obey(rules, layout.tensors, spec)
+    places = by_rules(usual(layout.tensors, backend, options), rules, obeyed)
+    notes: list[str] = []
+    if backend.in_vram and options.fit:
+        places = fit(places, obeyed.places, layout.budget, spec, machine, options, notes)
+    found = [*warnings, *faults(rules, obeyed)]
+    return _Draft(layout, rules, obeyed, places, layout.budget(places), found, notes)
 
 
 def _check(options: Options) -> None:
@@ -169,6 +125,8 @@ def _check(options: Options) -> None:
         "-np": (options.slots, 0),
         "-t": (options.threads, 0),
         "-b": (options.batch_tokens, 1),
+        "-ngl": (options.gpu_layers, -1),
+        "--n-cpu-moe": (options.cpu_moe, 0),
     }
     for option, (value, least) in limits.items():
         if not least <= value < 2**31:
@@ -184,78 +142,114 @@ def _check_formats(gguf: TensorTable, backend: Backend) -> None:
             )
 
 
-def _parts(gguf: TensorTable, spec: Spec, share: Share) -> dict[str, Part]:
-    """Tensors that a rank of this Share keeps something of."""
-    parts = {name: part_of(tensor, spec, share) for name, tensor in gguf.tensors.items()}
-    return {name: part for name, part in parts.items() if part.bytes}
+def _check_size(layout: Layout) -> None:
+    """A model that is larger than all memory together."""
+    tensors = sum(tensor.nbytes for tensor in layout.tensors.values())
+    if layout.backend.in_vram and layout.options.fit:
+        return  # what does not fit anywhere stays in the file
+    owners = {memory_of(layout.machine, layout.backend, place) for place in layout.spread.places}
+    total = sum(total for _, total, _ in owners)
+    if tensors > total:
+        owner = next(iter(owners))[0] if len(owners) == 1 else f"{len(owners)} GPUs"
+        raise PlanError(
+            f"the model's tensors take {show(tensors)}, but {owner} has {show(total)} of memory "
+            "in all: take a smaller model or quantisation"
+        )
 
 
-def _weight_bytes(parts: Mapping[str, Part], backend: Backend, options: Options) -> int:
-    """What a rank allocates for weights: everything in VRAM, a copy of everything, or a copy of the
-    columns that it cuts out of the mapped file."""
-    if backend.in_vram:
-        return resident_bytes(part.bytes for part in parts.values())
-    copied = [p.bytes for p in parts.values() if options.no_mmap or p.split == "columns"]
-    return copied_bytes(copied) if copied else 0
+def _finish(draft: _Draft, gguf: TensorTable) -> Plan:
+    """The Plan, with the context that fits."""
+    layout, options = draft.layout, draft.layout.options
+    spec, backend, mode = layout.spec, layout.backend, layout.spread.mode
+    warnings, slots = list(draft.warnings), layout.load.slots
+    context, columns = choose_context(spec, draft.budget, slots, options, warnings)
+    if options.batch_tokens < CHUNK + slots:
+        warnings.append(
+            f"-b {options.batch_tokens} has no room for {slots} slots beside a chunk of {CHUNK}"
+        )
+    rows = min(slots, backend.max_decode_rows) if backend.captures else 0
+    counts = layout.needs(draft.places)[0].pages(columns)
+    kinds = layout.groups[0] if layout.groups else None
+    return sealed(
+        Plan(
+            model=[os.path.abspath(path) for path in gguf.paths],
+            alias=options.alias or _alias(gguf.paths[0]),
+            architecture=spec.architecture,
+            backend=backend.name,
+            mode=mode,
+            endpoint=options.endpoint,
+            context=context,
+            slots=slots,
+            batch_tokens=options.batch_tokens,
+            buckets=list(range(1, rows + 1)),
+            steps_in_flight=layout.load.steps_in_flight,
+            answer_rank=len(layout.spread.shares) - 1 if mode == "layer" else 0,
+            ranks=_ranks(draft, context, columns, warnings),
+            caches=[
+                msgspec.structs.replace(group, pages=count)
+                for group, count in zip(layout.groups, counts, strict=True)
+            ],
+            tensors=_placements(gguf, draft),
+            shared=layout.shared(draft.places),
+            overrides=_overrides(draft),
+            choices={
+                "cache_type_k": kinds.key_type if kinds else "",
+                "cache_type_v": kinds.value_type if kinds else "",
+                "prefill_chunk": str(CHUNK),
+                **backend.choices,
+            },
+            warnings=warnings,
+            notes=_notes(draft),
+        )
+    )
 
 
-def _pools(
-    gguf: TensorTable,
-    machine: Machine,
-    backend: Backend,
-    options: Options,
-    places: Sequence[int],
-    needs: Sequence[Sizes],
-) -> list[Pool]:
-    """The memories that ranks live in: one for all, or a GPU's for each."""
-    tensors = sum(tensor.nbytes for tensor in gguf.tensors.values())
-    lives = places if backend.in_vram else [0] * len(places)
-    pools = []
-    for home in sorted(set(lives)):
-        owner, total, free = memory_of(machine, backend, home)
-        ranks = tuple(need for need, place in zip(needs, lives, strict=True) if place == home)
-        kept = tensors if len(set(lives)) == 1 else sum(each.weights for each in ranks)
-        if kept > total:
-            raise PlanError(
-                f"the model's tensors take {show(kept)}, but {owner} has {show(total)} of memory "
-                "in all: take a smaller model or quantisation"
+def _notes(draft: _Draft) -> list[str]:
+    """What was chosen, and why."""
+    place = draft.places.of.get(TABLE)
+    if place is None or not draft.layout.backend.in_vram:
+        return draft.notes
+    size = show(draft.layout.tensors[TABLE].nbytes)
+    why = {
+        "pinned": "pinned in host memory once for all ranks, since it fits there",
+        "mapped": "read from the mapped file by the CPU, by rule or for lack of memory",
+    }.get(place.tier, f"in {place}, by rule")
+    return [*draft.notes, f"the n-gram table ({size}): {why}"]
+
+
+def _ranks(draft: _Draft, context: int, columns: int, warnings: list[str]) -> list[RankPlan]:
+    layout, places = draft.layout, draft.places
+    options, in_vram = layout.options, layout.backend.in_vram
+    shares, needs = layout.spread.shares, layout.needs(places)
+    hosts = layout.host_needs(places)
+    homes = divide_cpus(layout.machine, len(shares), options.threads, warnings)
+    pages = -(-context // layout.backend.page_tokens)
+    devices = _devices(layout)
+    found = []
+    for rank, (node, cpus) in enumerate(homes):
+        host = hosts[rank].memory(columns, pages) if in_vram else {}
+        both = zip(needs[rank].page, hosts[rank].page, strict=True)
+        found.append(
+            RankPlan(
+                rank=rank,
+                share=shares[rank],
+                page_bytes=[here + there for here, there in both],
+                device=devices[rank],
+                node=node,
+                cpus=cpus,
+                threads=len(cpus),
+                memory=needs[rank].memory(columns, pages),
+                mapped_bytes=sum(layout.tensors[name].nbytes for name in layout.parts[rank]),
+                host={name: nbytes for name, nbytes in host.items() if nbytes},
             )
-        beside = 0 if backend.in_vram or options.no_mmap else tensors
-        pools.append(
-            Pool(owner, total, free - options.margin_bytes, ranks, beside, backend.in_vram)
         )
-    return pools
+    return found
 
 
-def _ranks(
-    draft: _Draft,
-    gguf: TensorTable,
-    machine: Machine,
-    backend: Backend,
-    options: Options,
-    context: int,
-    columns: int,
-    warnings: list[str],
-) -> list[RankPlan]:
-    homes = divide_cpus(machine, len(draft.shares), options.threads, warnings)
-    pages = -(-context // backend.page_tokens)
-    tensors = gguf.tensors
-    return [
-        RankPlan(
-            rank=rank,
-            share=share,
-            page_bytes=list(need.page),
-            device=device,
-            node=node,
-            cpus=cpus,
-            threads=len(cpus),
-            memory=need.memory(columns, pages),
-            mapped_bytes=sum(tensors[name].nbytes for name in kept),
-        )
-        for rank, (share, need, kept, device, (node, cpus)) in enumerate(
-            zip(draft.shares, draft.sizes, draft.parts, draft.devices, homes, strict=True)
-        )
-    ]
+def _devices(layout: Layout) -> list[str]:
+    if not layout.backend.in_vram:
+        return ["cpu"] * len(layout.spread.places)
+    return [f"cuda:{layout.machine.gpus[place].index}" for place in layout.spread.places]
 
 
 def _cache_groups(spec: Spec, backend: Backend, options: Options) -> list[CacheGroup]:
@@ -267,6 +261,7 @@ def _cache_groups(spec: Spec, backend: Backend, options: Options) -> list[CacheG
 def _cache_group(need: CacheNeed, backend: Backend, key_type: str, value_type: str) -> CacheGroup:
     head = row_bytes(backend, "-ctk", key_type, need.key_dim)
     head += row_bytes(backend, "-ctv", value_type, need.value_dim)
+    index = 4 * need.index_dim * backend.page_tokens // need.index_block  # pooled keys in float32
     return CacheGroup(
         kind=need.kind,
         layers=list(need.layers),
@@ -277,24 +272,42 @@ def _cache_group(need: CacheNeed, backend: Backend, key_type: str, value_type: s
         key_type=key_type,
         value_type=value_type,
         page_tokens=backend.page_tokens,
-        page_bytes=backend.page_tokens * len(need.layers) * need.kv_heads * head,
+        page_bytes=len(need.layers) * (backend.page_tokens * need.kv_heads * head + index),
         pages=0,
+        index_bytes=index,
     )
 
 
-def _placements(
-    gguf: TensorTable, draft: _Draft, backend: Backend, options: Options
-) -> dict[str, Placement]:
-    """Every tensor is in VRAM, copied into host memory, or stays in the mapped file."""
-    tier = "vram" if backend.in_vram else "host" if options.no_mmap else "mapped"
+def _placements(gguf: TensorTable, draft: _Draft) -> dict[str, Placement]:
     placed = {}
+    parts = draft.layout.parts
     for name, tensor in gguf.tensors.items():
-        kept = [rank for rank, parts in enumerate(draft.parts) if name in parts]
-        split = draft.parts[kept[0]][name].split if kept else "none"
+        place = draft.places.of.get(name)
+        kept = [rank for rank, mine in enumerate(parts) if name in mine]
+        split = parts[kept[0]][name].split if kept else "none"
+        if place is not None and place.rank >= 0:
+            kept, split = [place.rank], "none"
         placed[name] = Placement(
-            tier=tier, ranks=kept, bytes=tensor.nbytes, type=tensor.type_name, split=split
+            tier=place.tier if place else "mapped",
+            ranks=kept,
+            bytes=tensor.nbytes,
+            type=tensor.type_name,
+            split=split,
         )
     return placed
+
+
+def _overrides(draft: _Draft) -> list[Override]:
+    tensors = draft.layout.tensors
+    return [
+        Override(
+            rule=rule.text,
+            place=str(rule.place),
+            tensors=len(taken),
+            bytes=sum(tensors[name].nbytes for name in taken),
+        )
+        for rule, taken in zip(draft.rules, draft.obeyed.taken, strict=True)
+    ]
 
 
 def _alias(path: str) -> str:

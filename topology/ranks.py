@@ -1,4 +1,4 @@
-"""How a model is spread: the mode, one Share for each rank, and the CPUs of each rank's process.
+"""How a model can be spread: the mode, GPUs, one Share for each rank; and CPUs of each process.
 
 Pure arithmetic over Spec, Machine and Options. Nothing has to divide; ranks share CPUs where there
 are fewer CPUs than ranks.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from voltapile.shm.formats import format_of
 from voltapile.shm.gguf import Tensor
 from voltapile.topology.affinity import choose_cpus
-from voltapile.topology.machine import CpuNode, Machine
+from voltapile.topology.machine import CpuNode, Machine, islands
 from voltapile.topology.plan import Backend, Options, PlanError
 from voltapile.topology.share import Share, divide, layer_shares, tensor_shares, whole
 from voltapile.topology.spec import Spec
@@ -21,55 +22,139 @@ from voltapile.topology.spec import Spec
 MODES = ("none", "layer", "tensor", "experts")
 MAX_RANKS = 64  # as many as a Board has places for
 LEAST_UNIT = 32  # columns that stay together even where a format has smaller blocks
+TILE, MANY_TILES = 128, 8  # columns that kernels take at once; of which a rank should have some
+EVEN_SHARE = 0.9  # of the largest GPU's free memory: with that, a smaller one gets as much
 
 
-def with_devices(machine: Machine, backend: Backend, options: Options) -> Machine:
-    """The Machine with the GPUs alone that --device names, in that order. Raises PlanError."""
-    if not options.devices or not backend.in_vram:
-        return machine
-    known = {gpu.index: gpu for gpu in machine.gpus}
-    for index in options.devices:
-        if index not in known or options.devices.count(index) > 1:
-            there = ", ".join(f"cuda:{each}" for each in known) or "no GPU"
-            raise PlanError(f"--device cuda:{index}: expected each once of {there}")
-    return msgspec.structs.replace(machine, gpus=[known[index] for index in options.devices])
+@dataclass(frozen=True)
+class Spread:
+    """One way of spreading a model over ranks."""
+
+    mode: str
+    places: list[int]  # of each rank, in the Machine's list of GPUs
+    shares: list[Share]
 
 
-def choose_mode(options: Options, ranks: int, warnings: list[str]) -> str:
-    """The Plan's mode for so many ranks. Raises PlanError."""
+def seen(machine: Machine, backend: Backend, options: Options) -> Machine:
+    """The Machine with the memory that the user says it has, and, for a backend of GPUs, with those
+    GPUs alone that --device names, in that order. Raises PlanError."""
+    gpus = machine.gpus
+    if options.devices and backend.in_vram:
+        known = {gpu.index: gpu for gpu in gpus}
+        for index in options.devices:
+            if index not in known or options.devices.count(index) > 1:
+                there = ", ".join(f"cuda:{each}" for each in known) or "no GPU"
+                raise PlanError(f"--device cuda:{index}: expected each once of {there}")
+        gpus = [known[index] for index in options.devices]
+    if options.vram_bytes and gpus:
+        given = options.vram_bytes * (len(gpus) if len(options.vram_bytes) == 1 else 1)
+        if len(given) != len(gpus):
+            raise PlanError(
+                f"--vram: {len(given)} sizes for {len(gpus)} GPUs; give one, or one for each"
+            )
+        gpus = [
+            msgspec.structs.replace(gpu, free_bytes=size, memory_bytes=max(size, gpu.memory_bytes))
+            for gpu, size in zip(gpus, given, strict=True)
+        ]
+    machine = msgspec.structs.replace(machine, gpus=gpus)
+    if options.host_bytes:
+        total = max(options.host_bytes, machine.memory_bytes)
+        machine = msgspec.structs.replace(
+            machine, available_bytes=options.host_bytes, memory_bytes=total
+        )
+    return machine
+
+
+def spreads(
+    spec: Spec,
+    tensors: Mapping[str, Tensor],
+    machine: Machine,
+    backend: Backend,
+    options: Options,
+    warnings: list[str],
+) -> list[Spread]:
+    """The ways that the options leave open, most ranks first. Raises PlanError."""
+    _check(machine, backend, options)
     wanted = options.split_mode
     if wanted == "row":
         warnings.append("-sm row: taken as -sm tensor, which cuts rows of all matrices")
         wanted = "tensor"
-    if wanted and wanted not in MODES:
-        raise PlanError(f"-sm {wanted}: expected one of {', '.join(MODES)}")
-    if wanted == "none" and ranks > 1:
+    if wanted == "experts" and spec.experts is None:
+        raise PlanError(
+            f"-sm experts: a {spec.architecture} model has no experts; use -sm tensor or layer"
+        )
+    usual = wanted or ("experts" if spec.experts else "tensor")
+    found = []
+    for places in _choices(machine, backend, options):
+        parts = _proportions(machine, backend, options, places)
+        places = [place for place, part in zip(places, parts, strict=True) if part]
+        parts = [part for part in parts if part]  # a part of 0 is no rank
+        mode = usual if len(places) > 1 else "single"
+        found.append(Spread(mode, places, _shares(spec, tensors, mode, parts)))
+    return found
+
+
+def _check(machine: Machine, backend: Backend, options: Options) -> None:
+    ranks, mode = options.ranks, options.split_mode
+    if not 0 <= ranks <= MAX_RANKS:
+        raise PlanError(f"--ranks {ranks}: expected 1 to {MAX_RANKS}, or 0 to choose")
+    if mode and mode not in (*MODES, "row"):
+        raise PlanError(f"-sm {mode}: expected one of {', '.join(MODES)}")
+    if mode == "none" and ranks > 1:
         raise PlanError(f"-sm none computes on one rank, but --ranks is {ranks}")
-    if ranks == 1:
-        return "single"
-    return wanted or "tensor"
-
-
-def count_ranks(machine: Machine, backend: Backend, options: Options) -> int:
-    """Worker processes: --ranks, else the entries of -ts, else one. Raises PlanError."""
-    wanted = options.ranks
-    if not 0 <= wanted <= MAX_RANKS:
-        raise PlanError(f"--ranks {wanted}: expected 1 to {MAX_RANKS}, or 0 to choose")
-    if options.split_mode == "none":
-        return wanted or 1
-    ranks = wanted or len(options.tensor_split) or 1
-    if backend.in_vram and ranks > max(1, len(machine.gpus)):
+    if not backend.in_vram:
+        return
+    if not machine.gpus:
+        raise PlanError(f"--backend {backend.name}: this machine has no GPU that the driver shows")
+    if ranks > len(machine.gpus):
         raise PlanError(
             f"--ranks {ranks}: this machine has {len(machine.gpus)} GPU(s); each rank takes one"
         )
-    return ranks
 
 
-def proportions(options: Options, ranks: int) -> list[float]:
-    """-ts, checked; equal ones without it. Raises PlanError."""
-    given = options.tensor_split
-    if not given:
-        return [1.0] * ranks
+def _choices(machine: Machine, backend: Backend, options: Options) -> list[list[int]]:
+    """Sets of ranks that the options leave open, the largest first."""
+    ranks, given = options.ranks, options.tensor_split
+    if not backend.in_vram:
+        return [list(range(1 if options.split_mode == "none" else ranks or len(given) or 1))]
+    gpus = list(range(len(machine.gpus)))
+    roomiest = max(gpus, key=lambda place: (machine.gpus[place].free_bytes >> 30, -place))
+    if options.split_mode == "none" or (ranks == 1 and not given):
+        return [[roomiest]]
+    if ranks:
+        return [_pick(islands(machine), ranks)]
+    if given or options.split_mode or options.devices:
+        return [gpus]
+    island, found = islands(machine)[0], [gpus]
+    if 1 < len(island) < len(gpus):
+        found.append(island)
+    if len(gpus) > 1:
+        found.append([roomiest])
+    return found
+
+
+def _pick(groups: Sequence[Sequence[int]], count: int) -> list[int]:
+    """So many GPUs: of one island if it has them, else as evenly from all as can be."""
+    for group in groups:
+        if len(group) >= count:
+            return list(group[:count])
+    left = [list(group) for group in groups]
+    picked: list[int] = []
+    while len(picked) < count:
+        fullest = max(left, key=len)
+        picked.append(fullest.pop(0))
+    return sorted(picked)
+
+
+def _proportions(
+    machine: Machine, backend: Backend, options: Options, places: Sequence[int]
+) -> list[float]:
+    """-ts, checked; without it by free memory where GPUs differ in it, else equal."""
+    given, ranks = options.tensor_split, len(places)
+    if not given or ranks == 1 > len(given):
+        free = [float(machine.gpus[place].free_bytes) for place in places] if machine.gpus else []
+        differs = backend.in_vram and min(free) < EVEN_SHARE * max(free)
+        return [size / 2**30 for size in free] if differs else [1.0] * ranks
     shown = ",".join(f"{each:g}" for each in given)
     if any(not (math.isfinite(each) and each >= 0) for each in given):
         raise PlanError(f"-ts {shown}: expected numbers that are not negative")
@@ -82,7 +167,7 @@ def proportions(options: Options, ranks: int) -> list[float]:
     return list(given)
 
 
-def shares(
+def _shares(
     spec: Spec, tensors: Mapping[str, Tensor], mode: str, parts: Sequence[float]
 ) -> list[Share]:
     """One Share for each rank. Raises PlanError."""
@@ -97,11 +182,9 @@ def shares(
                     "fewer ranks or a more even -ts"
                 )
         return found
-    if mode == "experts":
-        raise PlanError(
-            f"-sm experts: a {spec.architecture} model has no experts; use -sm tensor or layer"
-        )
-    return tensor_shares(spec, parts, _ffn_unit(tensors))
+    experts = _unit(tensors, "ffn_down_exps", len(parts)) if mode == "tensor" else 0
+    dense, shared = (_unit(tensors, stem, len(parts)) for stem in ("ffn_down", "ffn_down_shexp"))
+    return tensor_shares(spec, parts, dense, experts, shared)
 
 
 def divide_cpus(
@@ -144,11 +227,11 @@ def _deal(node: CpuNode, wanted: Sequence[int]) -> list[list[int]]:
     return dealt
 
 
-def _ffn_unit(tensors: Mapping[str, Tensor]) -> int:
-    """Columns of ffn_down that stay together: whole blocks of every layer's format."""
-    units = {
-        format_of(tensor.type_name).block_len
-        for name, tensor in tensors.items()
-        if name.endswith(".ffn_down.weight")
-    }
-    return math.lcm(LEAST_UNIT, *units)
+def _unit(tensors: Mapping[str, Tensor], stem: str, ranks: int) -> int:
+    """Columns of a matrix that stay together: whole blocks of every layer's format; tiles of 128
+    where each rank gets many."""
+    found = [tensor for name, tensor in tensors.items() if name.split(".")[2:3] == [stem]]
+    least = math.lcm(LEAST_UNIT, *(format_of(each.type_name).block_len for each in found))
+    tile = math.lcm(TILE, least)
+    width = min((each.shape[-1] for each in found), default=0)
+    return tile if width >= MANY_TILES * ranks * tile else least

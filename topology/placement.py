@@ -1,0 +1,189 @@
+"""Which memory each tensor lives in: VRAM, host memory that GPUs read or the CPU computes from, or
+the mapped file; by rule, by habit, and, where that does not fit, moved out in a fixed order.
+
+Pure arithmetic; how much each memory holds is told by a Layout's budget.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from voltapile.shm.gguf import Tensor
+from voltapile.topology.budget import Budget, show
+from voltapile.topology.machine import Machine
+from voltapile.topology.overrides import Obeyed, Place, Rule, layer_of, role_of
+from voltapile.topology.plan import Backend, Options
+from voltapile.topology.spec import Spec
+
+FIT_CONTEXT = 4096  # tokens for which weights are moved out of VRAM, where they must be
+CPU_SHARE = 0.7  # of its memory's bandwidth that a CPU reaches when it computes with weights
+FAST_LINK = 30e9  # bytes a second from which reading host memory beats a CPU of unknown speed
+EMBEDDING, TABLE = "token_embd.weight", "per_layer_token_embd.weight"
+SHARED = (EMBEDDING, TABLE)  # of which, outside VRAM, one copy serves all ranks
+
+VRAM, PINNED, HOST, MAPPED = Place("vram"), Place("pinned"), Place("host"), Place("mapped")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Of every tensor that is used; and the layers whose keys and values are not in VRAM."""
+
+    of: Mapping[str, Place]
+    host_layers: frozenset[int] = frozenset()
+
+    def move(self, moved: Mapping[str, Place], layers: frozenset[int] = frozenset()) -> Places:
+        return Places({**self.of, **moved}, self.host_layers | layers)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Tensors that leave VRAM together."""
+
+    what: str
+    names: Sequence[str]
+    place: Place
+    layers: frozenset[int] = frozenset()  # whose keys and values go with them
+
+
+BudgetOf = Callable[[Places], Budget]
+
+
+def usual(tensors: Mapping[str, Tensor], backend: Backend, options: Options) -> Places:
+    """Without any rule and with memory for everything."""
+    place = VRAM if backend.in_vram else HOST if options.no_mmap else MAPPED
+    return Places(
+        {name: PINNED if backend.in_vram and name == TABLE else place for name in tensors}
+    )
+
+
+def by_rules(places: Places, rules: Sequence[Rule], obeyed: Obeyed) -> Places:
+    """After what rules say."""
+    layers = {
+        layer_of(name)
+        for rule, taken in zip(rules, obeyed.taken, strict=True)
+        if not rule.keeps_cache
+        for name in taken
+    }
+    return places.move(obeyed.places, frozenset(layers - {-1}))
+
+
+def fit(
+    places: Places,
+    fixed: Mapping[str, Place],
+    budget_of: BudgetOf,
+    spec: Spec,
+    machine: Machine,
+    options: Options,
+    notes: list[str],
+) -> Places:
+    """With as much moved out of VRAM as must be for the context, and out of host memory into the
+    file where that is full. fixed: what rules have said of, which stays."""
+    wanted = options.context or min(spec.context, FIT_CONTEXT)
+    needed = -(-wanted // budget_of(places).page_tokens)
+    if not _holds(budget_of(places), needed if options.context else 1):
+        moves = _moves(places, fixed, spec, machine, options)
+
+        def holds(count: int) -> bool:
+            return _holds(budget_of(_moved(places, moves[:count])), needed)
+
+        count = min(len(moves), bisect_left(range(len(moves) + 1), True, key=holds))
+        places = _moved(places, moves[:count])
+        if count:
+            notes.append(_told(moves[:count], wanted))
+    return _fit_host(places, fixed, budget_of, notes)
+
+
+def _moves(
+    places: Places, fixed: Mapping[str, Place], spec: Spec, machine: Machine, options: Options
+) -> list[Move]:
+    """In order: the token embedding, of which a step reads rows; experts layer by layer, of which a
+    token needs few; whole layers."""
+    free = [name for name, place in places.of.items() if place == VRAM and name not in fixed]
+    place = _outside(machine)
+    experts: dict[int, list[str]] = {}
+    others: dict[int, list[str]] = {}
+    for name in free:
+        role = role_of(name, spec)
+        (experts if role == "experts" else others).setdefault(layer_of(name), []).append(name)
+    moves = []
+    if EMBEDDING in free and not spec.tied:
+        moves.append(Move("the token embedding", [EMBEDDING], PINNED))
+    for layer, names in sorted(experts.items()):
+        moves.append(Move(f"experts {layer}", names, place))
+    if options.gpu_layers < 0:
+        for layer, names in sorted(others.items()):
+            if layer >= 0:
+                kept = frozenset() if place == PINNED else frozenset([layer])
+                moves.append(Move(f"layer {layer}", names, place, kept))
+    return moves
+
+
+def _outside(machine: Machine) -> Place:
+    """Whether GPUs read weights from host memory, or the CPU computes with them: the faster."""
+    gpus = sum(gpu.host_bandwidth for gpu in machine.gpus)
+    nodes = sum(node.bandwidth for node in machine.nodes)
+    if not nodes:
+        fast = any(gpu.host_bandwidth >= FAST_LINK for gpu in machine.gpus)
+        return PINNED if fast else HOST
+    return PINNED if min(gpus, nodes) > CPU_SHARE * nodes else HOST
+
+
+def _moved(places: Places, moves: Sequence[Move]) -> Places:
+    moved = {name: move.place for move in moves for name in move.names}
+    return places.move(moved, frozenset().union(*(move.layers for move in moves)))
+
+
+def _holds(budget: Budget, columns: int) -> bool:
+    """Whether VRAM holds so many pages."""
+    return all(
+        pool.available >= pool.fixed + pool.growing(columns)
+        for pool in budget.pools
+        if pool.is_vram or len(budget.pools) == 1
+    )
+
+
+def _fit_host(
+    places: Places, fixed: Mapping[str, Place], budget_of: BudgetOf, notes: list[str]
+) -> Places:
+    """With host memory's share left in the file from the end on, the n-gram table first."""
+
+    def short(found: Places) -> int:
+        pools = [pool for pool in budget_of(found).pools if not pool.is_vram]
+        return max((pool.fixed + pool.growing(1) - pool.available for pool in pools), default=0)
+
+    outside = [
+        name
+        for name, place in places.of.items()
+        if place in (PINNED, HOST) and name not in fixed and name != EMBEDDING
+    ]
+    if len(budget_of(places).pools) == 1 or not outside or short(places) <= 0:
+        return places
+    order = sorted(outside, key=lambda name: (name != TABLE, -layer_of(name)))
+
+    def left(count: int) -> Places:
+        return places.move(dict.fromkeys(order[:count], MAPPED))
+
+    count = bisect_left(range(len(order) + 1), True, key=lambda n: short(left(n)) <= 0)
+    count = min(count, len(order))
+    notes.append(
+        f"host memory is {show(short(places))} short, so {count} tensor(s) stay in the mapped file "
+        "and are read from the drive"
+    )
+    return left(count)
+
+
+def _told(moves: Sequence[Move], context: int) -> str:
+    """What was moved, in a sentence."""
+    kinds: dict[str, list[str]] = {}
+    for move in moves:
+        kind, _, layer = move.what.rpartition(" ")
+        name = kind if layer.isdigit() else move.what
+        kinds.setdefault(f"{name} ({move.place})", []).append(layer)
+    told = [
+        name if len(layers) == 1 and not layers[0].isdigit()
+        else f"{name.replace(' (', f' {layers[0]} to {layers[-1]} (')}"
+        for name, layers in kinds.items()
+    ]  # fmt: skip
+    return f"to hold a context of {context}, VRAM goes without {', '.join(told)}"
