@@ -90,7 +90,8 @@ def from_exception(error: Exception) -> ApiError:
     if isinstance(error, web.HTTPException):
         return _from_http(error)
     if isinstance(error, web.RequestPayloadError):
-        return bad_request(f"the request body cannot be read: {error}")
+        why = " ".join(str(error).split()).removeprefix("400, message: ")
+        return bad_request(f"the request body cannot be read: {why}")
     log.error("a handler failed", exc_info=error)
     return ApiError(500, "internal error", kind="server_error", code="internal_error")
 

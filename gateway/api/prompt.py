@@ -6,13 +6,15 @@ vocabulary or the context. It does not know how tokens are generated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from voltapile.gateway.api.errors import bad_request
+from voltapile.gateway.api.errors import ApiError, bad_request
 from voltapile.gateway.api.schema import ChatRequest, CompletionRequest
 from voltapile.gateway.api.services import Services, off_loop
 from voltapile.gateway.template import ChatTemplate, TemplateError
 from voltapile.gateway.tokenizer import Tokenizer
+
+BEGINNING, LEAST_BEGINNING = 8, 1 << 16  # characters: for each token of the context, and in all
 
 
 async def chat_prompt(services: Services, chat: ChatRequest) -> list[int]:
@@ -20,18 +22,37 @@ async def chat_prompt(services: Services, chat: ChatRequest) -> list[int]:
     if services.template is None:
         raise bad_request("this model has no chat template", "messages", "no_chat_template")
     rendered = await _rendered(services.template, chat)
-    ids = await off_loop(len(rendered), services.tokenizer.encode_chat, rendered)
-    return _checked(services, ids, "messages")
+    encode, context = services.tokenizer.encode_chat, services.plan.context
+    ids = await off_loop(len(rendered), _encoded, encode, rendered, context, "messages")
+    return _checked(ids, context, "messages")
 
 
 async def completion_prompts(services: Services, asked: CompletionRequest) -> list[list[int]]:
     """Texts are tokenised as they stand, special tokens included; ids are taken as they are."""
-    prompts = await off_loop(asked.body_bytes, _encoded, services.tokenizer, asked.prompts)
-    return [_checked(services, ids, "prompt") for ids in prompts]
+    context = services.plan.context
+    prompts = await off_loop(
+        asked.body_bytes, _all_encoded, services.tokenizer, asked.prompts, context
+    )
+    return [_checked(ids, context, "prompt") for ids in prompts]
 
 
-def _encoded(tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
-    return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+def _all_encoded(
+    tokenizer: Tokenizer, prompts: Sequence[str | list[int]], context: int
+) -> list[list[int]]:
+    encode = tokenizer.encode
+    return [_encoded(encode, p, context, "prompt") if isinstance(p, str) else p for p in prompts]
+
+
+def _encoded(encode: Callable[[str], list[int]], text: str, context: int, param: str) -> list[int]:
+    """The ids of `text`. A token takes 150 bytes while it is found, so beginnings are tried first:
+    one that is far too long says enough of the whole."""
+    size = max(LEAST_BEGINNING, BEGINNING * context)
+    while size < len(text):
+        count = len(encode(text[:size]))
+        if count > 2 * context:
+            raise _too_long(f"about {count * len(text) // size}", context, param)
+        size *= 4
+    return encode(text)
 
 
 async def _rendered(template: ChatTemplate, chat: ChatRequest) -> str:
@@ -42,16 +63,18 @@ async def _rendered(template: ChatTemplate, chat: ChatRequest) -> str:
         raise bad_request(message, "messages", "template_error") from error
 
 
-def _checked(services: Services, ids: list[int], param: str) -> list[int]:
+def _checked(ids: list[int], context: int, param: str) -> list[int]:
     """`ids` if there is at least one and room for one more."""
     if not ids:
         raise bad_request(f"'{param}' is empty: there is nothing to go on from", param)
-    context = services.plan.context
     if len(ids) >= context:
-        raise bad_request(
-            f"the prompt has {len(ids)} tokens, but the context is {context} tokens and must also "
-            "hold at least one generated token",
-            param,
-            "context_length_exceeded",
-        )
+        raise _too_long(str(len(ids)), context, param)
     return ids
+
+
+def _too_long(tokens: str, context: int, param: str) -> ApiError:
+    message = (
+        f"the prompt has {tokens} tokens, but the context is {context} tokens and must also "
+        "hold at least one generated token"
+    )
+    return bad_request(message, param, "context_length_exceeded")

@@ -11,6 +11,8 @@ from voltapile.gateway.api.schema import token_ids
 from voltapile.gateway.api.services import SERVICES, off_loop, read_body
 from voltapile.gateway.tokenizer import Tokenizer
 
+MAX_CONTENT = 4 << 20  # characters; each may be a token, and one takes 150 bytes while it is found
+
 
 async def tokenize(request: web.Request) -> web.Response:
     """{"content", "add_special": false, "parse_special": true, "with_pieces": false}"""
@@ -31,6 +33,9 @@ def _tokens(tokenizer: Tokenizer, body: bytes) -> list[Any]:
     text = fields.text("content")
     if text is None:
         raise bad_request("'content' is missing", "content", "missing_required_parameter")
+    if len(text) > MAX_CONTENT:
+        message = f"'content' has {len(text)} characters; at most {MAX_CONTENT} at once"
+        raise bad_request(message, "content", "out_of_range")
     with_pieces = fields.flag("with_pieces")
     ids = tokenizer.encode(
         text,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from voltapile.gateway.api.errors import ApiError
-from voltapile.gateway.api.prompt import chat_prompt, completion_prompts
+from voltapile.gateway.api.prompt import _encoded, chat_prompt, completion_prompts
 from voltapile.gateway.api.schema import chat_request, completion_request
 from voltapile.gateway.api.services import Services
 from voltapile.gateway.metrics import Metrics
@@ -91,3 +91,35 @@ async def test_templates_of_many_requests_are_rendered_one_at_a_time(services):
 async def test_no_template_at_all(services):
     with pytest.raises(ApiError, match="no chat template"):
         await chat_prompt(replace(services, template=None), chat())
+
+
+@pytest.mark.parametrize("length", [70_000, 5_000_000])
+async def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenised(
+    services, monkeypatch, length
+):
+    sizes, encode = [], services.tokenizer.encode
+
+    def spied(text, **how):
+        sizes.append(len(text))
+        return encode(text, **how)
+
+    monkeypatch.setattr(services.tokenizer, "encode", spied)
+    with pytest.raises(ApiError, match=f"about {length} tokens, but the context is 256") as caught:
+        await ids_of(services, "x" * length)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    assert sizes == [1 << 16]
+    with pytest.raises(ApiError, match="about") as caught:
+        await chat_prompt(services, chat("x" * length))
+    assert caught.value.param == "messages"
+    assert sizes == [1 << 16] * 2
+
+
+def test_a_text_of_few_tokens_is_tokenised_whole():
+    sizes = []
+
+    def encode(text):
+        sizes.append(len(text))
+        return [1] * (len(text) // 1000)
+
+    assert len(_encoded(encode, " " * 500_000, 400, "prompt")) == 500
+    assert sizes == [1 << 16, 1 << 18, 500_000]

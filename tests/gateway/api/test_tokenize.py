@@ -40,3 +40,9 @@ async def test_a_long_text(post):
 async def test_bad_bodies(post, path, body, param):
     status, answer = await post(path, body)
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_a_text_that_is_too_long(post):
+    status, body = await post("/tokenize", b'{"content": "%s"}' % (b"x" * ((4 << 20) + 1)))
+    assert status == 400
+    assert body["error"]["param"] == "content"
