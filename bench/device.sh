@@ -4,7 +4,7 @@
 #
 #     bench/device.sh [STAGE ...]     stages: setup build compile elementwise sample matmul attention
 #                                     model serve sanitize gpu_matmul gpu_attention bench streams
-#                                     startup; default: all but sanitize. setup always runs.
+#                                     startup http; default: all but sanitize. setup always runs.
 #
 # A stage that fails is told and the next one runs. Whole logs are in $OUT, where that is set.
 # SELECT is pytest's -k for the test stages, e.g. "native" to leave out the driver's compilation of
@@ -21,8 +21,9 @@ mkdir -p "$out"
 : > "$log"
 export PYTHONPATH=$site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 python=${PYTHON:-python3}
+random=${STARTUP:-qwen3-8b-q8}  # the model of which a whole file is written
 all=(build compile elementwise sample matmul attention model serve gpu_matmul gpu_attention bench
-  streams startup)
+  streams startup http)
 stages=("${@:-${all[@]}}")
 summary=()
 
@@ -132,7 +133,10 @@ run() {
     gpu_matmul | gpu_attention) [ -f "bench/$1.py" ] && stage 200 "$1" $python "bench/$1.py" ;;
     bench | streams)
       stage 400 "$1" bash -c "$(declare -f bench streams); python='$python' models='$models' out='$out'; $1" ;;
-    startup) stage 200 startup $python bench/gpu_startup.py "$models/${STARTUP:-qwen3-8b-q8}.gguf" --folder /tmp --upload ;;
+    startup) stage 200 startup $python bench/gpu_startup.py "$models/$random.gguf" --folder /tmp --upload ;;
+    http)
+      [ -f "/tmp/$random-random.gguf" ] || run startup
+      stage 120 http $python bench/http_stream.py -m "/tmp/$random-random.gguf" -t 8 --rounds "${ROUNDS:-2}" ;;
     *) echo "there is no stage '$1'" ;;
   esac
 }

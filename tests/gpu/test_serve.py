@@ -100,6 +100,11 @@ def test_it_answers_as_the_goldens_do(mini: Path, serve: Callable[..., Server], 
         assert server.greedy(ids, len(greedy))[:end] == greedy[:end].tolist(), name
 
 
+def test_the_gpu_is_kept_out(mini: Path, serve: Callable[..., Server]) -> None:
+    pytest.importorskip("voltapile.kernels.cpu._cpu")
+    assert " on cpu, " in serve(mini / "llama/model-f16.gguf", "-ngl", "0", "-t", "2").said
+
+
 def test_a_lost_worker_and_the_end(mini: Path, serve: Callable[..., Server]) -> None:
     server = serve(mini / "qwen3/model-f16.gguf")
     messages = [{"role": "user", "content": "hello"}]
