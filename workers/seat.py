@@ -28,6 +28,9 @@ class Seat:
     def join(self) -> Board:
         """Raises SegmentError, GroupError."""
         self.board = self._open()
+        before = self.board.health(self.rank).state
+        if before in ("loading", "ready") and any(map(self._lives, self.others)):
+            self.leave("was started again")  # those who were with it wait for it in vain
         self._outlive()
         self.board.join(self.rank)
         return self.board

@@ -34,6 +34,7 @@ def seats(name: str) -> Iterator[list[Seat]]:
 def test_the_first_makes_the_board(seats: list[Seat]) -> None:
     boards = [seat.join() for seat in seats]
     assert [board.segment.is_owner for board in boards] == [True, False]
+    assert [board.aborted for board in boards] == [None, None]
     for seat in seats:
         seat.check_mates()
 
@@ -111,3 +112,15 @@ def test_one_that_does_not_go(
         beating.set()
         thread.join()
     assert seats[0].board.health(0).pid == os.getpid()
+
+
+def test_one_that_comes_again_ends_its_group(name: str, seats: list[Seat]) -> None:
+    for seat in seats:
+        seat.join()
+    again = Seat(name, 2, 1)
+    threading.Timer(0.3, lambda: seats[0].board.publish(0, "failed")).start()
+    board = again.join()
+    assert board.health(0).state == "failed"
+    assert board.aborted is None
+    assert board.health(1).state == "loading"
+    board.close()

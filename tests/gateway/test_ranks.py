@@ -1,0 +1,119 @@
+"""Several real workers behind the gateway's engine: any of them may be killed or stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from voltapile.gateway.engine import Engine
+from voltapile.gateway.stream import Stream
+from voltapile.gateway.supervisor import Pulse, Restarts, Supervisor, plan_file, worker_command
+from voltapile.topology.plan import Plan, to_json
+from voltapile.workers.protocol import Sampling
+
+Make = Callable[..., Any]
+RANKS, TOKENS = 3, 60
+PROMPTS = [np.random.default_rng(i).integers(0, 640, 40).tolist() for i in range(3)]
+SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 5}
+
+
+@asynccontextmanager
+async def serving(plan: Plan) -> AsyncIterator[tuple[Engine, Supervisor]]:
+    with ExitStack() as files:
+        pulse = files.enter_context(Pulse(plan))
+        path = files.enter_context(plan_file(plan))
+        supervisor = Supervisor([worker_command(path, rank.rank) for rank in plan.ranks])
+        async with Engine(plan, supervisor, pulse, 1.0, Restarts(pause=0.01)) as engine:
+            yield engine, supervisor
+
+
+async def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def start(engine: Engine, prompt: list[int]) -> Stream:
+    return engine.submit(prompt, Sampling(max_position=len(prompt) + TOKENS, **SAMPLED))
+
+
+async def collect(stream: Stream, tokens: list[int]) -> str:
+    async with asyncio.timeout(50):
+        async for chunk in stream:
+            tokens += chunk.tokens
+            if chunk.finish:
+                return chunk.finish + chunk.error
+    raise AssertionError("a stream without an end")
+
+
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+async def test_any_rank_may_be_lost(mini: Path, plan_for: Make, tmp_path: Path, mode: str) -> None:
+    """No token is lost and none comes twice; what is told meanwhile is true."""
+    plan = plan_for(
+        mini / "llama/model-f16.gguf", "cpu", endpoint=f"ipc://{tmp_path}/s", ranks=RANKS,
+        split_mode=mode, threads=RANKS,
+    )  # fmt: skip
+    async with serving(plan) as (engine, supervisor):
+        await until(lambda: engine.health.status == "ok")
+        assert sorted(engine.memory) == list(range(RANKS))
+        expected = []
+        for prompt in PROMPTS:
+            expected.append([])
+            assert await collect(start(engine, prompt), expected[-1]) == "length"
+        for rank, number in ((0, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGSTOP)):
+            found: list[list[int]] = [[], []]
+            reading = [
+                asyncio.create_task(collect(start(engine, PROMPTS[i]), found[i])) for i in range(2)
+            ]
+            await until(lambda found=found: all(len(tokens) > 5 for tokens in found))
+            os.kill(supervisor.pids[rank], number)
+            await until(lambda: engine.health.status == "loading")
+            assert f"rank {rank}" in engine.health.reason
+            assert await asyncio.gather(*reading) == ["length", "length"]
+            assert found == expected[:2]
+        assert engine.stats().restarts == 3
+        assert engine.health.status == "ok"
+
+
+async def test_workers_started_by_hand(mini: Path, plan_for: Make, tmp_path: Path) -> None:
+    """They outlive a gateway, and end together when one of them ends."""
+    plan = plan_for(
+        mini / "llama/model-f16.gguf", "cpu", endpoint=f"ipc://{tmp_path}/s", ranks=2, threads=2
+    )
+    path = tmp_path / "plan.json"
+    path.write_bytes(to_json(plan))
+    command = (
+        "import sys; from voltapile.gateway.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", command, "worker", "--plan", str(path), "--rank", str(i)]
+        )
+        for i in range(2)
+    ]
+    try:
+        tokens: list[list[int]] = []
+        for _ in range(2):
+            with Pulse(plan) as pulse:
+                async with Engine(plan, None, pulse, 1.0) as engine:
+                    await until(lambda engine=engine: engine.health.status == "ok")
+                    tokens.append([])
+                    assert await collect(start(engine, PROMPTS[0]), tokens[-1]) == "length"
+                    engine._crew.names.clear()  # a gateway that dies says nothing
+        assert tokens[0] == tokens[1]
+        workers[0].kill()
+        workers[0].wait()
+        assert await asyncio.to_thread(workers[1].wait, 10) == 1
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
