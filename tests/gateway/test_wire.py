@@ -1,9 +1,10 @@
 import asyncio
-import time
+import contextlib
+import socket
 
 import pytest
 import zmq
-from voltapile.gateway.wire import BATCH, Wire
+from voltapile.gateway.wire import GREETING, Wire
 
 
 class Peer:
@@ -33,10 +34,18 @@ async def pair(endpoint):
     """(wire, peer, what the wire took)."""
     taken = asyncio.Queue()
     wire = Wire(endpoint, lambda name, frames: taken.put_nowait((name, frames)))
+    await wire.open()
     peer = Peer(endpoint)
     yield wire, peer, taken
     peer.close()
-    wire.close()
+    await wire.close()
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 async def take(taken):
@@ -54,22 +63,91 @@ async def test_there_and_back(pair):
 
 async def test_a_burst_arrives_whole_and_in_order(pair):
     _, peer, taken = pair
-    count = 5 * BATCH + 3
-    for i in range(count):
-        peer.socket.send(b"%d" % i)
+    count = 20_000
+
+    def burst():
+        for i in range(count):
+            peer.socket.send(b"%d" % i)
+
+    await asyncio.to_thread(burst)
     assert [(await take(taken))[1] for _ in range(count)] == [[b"%d" % i] for i in range(count)]
 
 
-async def test_what_comes_while_much_is_sent_is_seen(pair):
-    """A send may swallow the descriptor's only sign that something has come."""
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000, 3_000_000])
+async def test_frames_of_any_size(pair, size):
     wire, peer, taken = pair
-    peer.socket.send(b"first")
+    frames = [b"first", bytes(size), b"", b"last"]
+    peer.socket.send_multipart(frames)
+    assert await take(taken) == ("a", frames)
+    wire.send("a", frames)
+    assert await peer.receive() == frames
+
+
+async def test_a_new_worker_takes_the_name_of_a_dead_one(pair, endpoint):
+    wire, peer, taken = pair
+    peer.socket.send(b"old")
     await take(taken)
-    for i in range(50):
-        peer.socket.send(b"%d" % i)
-        time.sleep(0.002)  # it lies in the queue now, and the loop has not looked
-        wire.send("a", [b"x"])
-        assert (await take(taken))[1] == [b"%d" % i]
+    newer = Peer(endpoint)
+    newer.socket.send(b"new")
+    assert await take(taken) == ("a", [b"new"])
+    wire.send("a", [b"x"])
+    assert await newer.receive() == [b"x"]
+    newer.close()
+
+
+async def test_the_last_word_arrives_before_the_end(endpoint):
+    taken = asyncio.Queue()
+    wire = Wire(endpoint, lambda name, frames: taken.put_nowait(frames))
+    await wire.open()
+    peer = Peer(endpoint)
+    peer.socket.send(b"hello")
+    await take(taken)
+    wire.send("a", [bytes(1 << 20)])
+    wire.send("a", [b"stop"])
+    await wire.close()
+    assert [await peer.receive() for _ in range(2)] == [[bytes(1 << 20)], [b"stop"]]
+    peer.close()
+
+
+async def test_in_any_pieces(endpoint):
+    """What a DEALER says, byte by byte."""
+    taken = asyncio.Queue()
+    wire = Wire(endpoint, lambda name, frames: taken.put_nowait((name, frames)))
+    await wire.open()
+    _, writer = await asyncio.open_unix_connection(endpoint.removeprefix("ipc://"))
+    ready = b"\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\2w1"
+    said = GREETING + bytes((4, len(ready))) + ready + b"\1\2ab\0\1c" + b"\2" + bytes(7) + b"\1d"
+    for byte in said:
+        writer.write(bytes((byte,)))
+        await asyncio.sleep(0)
+    assert await take(taken) == ("w1", [b"ab", b"c"])
+    assert await take(taken) == ("w1", [b"d"])
+    writer.close()
+    await wire.close()
+
+
+@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", GREETING + b"\2" + b"\xff" * 8])
+async def test_who_is_no_worker_is_shown_the_door(pair, endpoint, junk):
+    _, peer, taken = pair
+    reader, writer = await asyncio.open_unix_connection(endpoint.removeprefix("ipc://"))
+    writer.write(junk)
+    with contextlib.suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    peer.socket.send(b"still here")
+    assert await take(taken) == ("a", [b"still here"])
+
+
+async def test_over_tcp(free_port):
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    taken = asyncio.Queue()
+    wire = Wire(endpoint, lambda name, frames: taken.put_nowait(frames))
+    await wire.open()
+    peer = Peer(endpoint)
+    peer.socket.send(b"hello")
+    assert await take(taken) == [b"hello"]
+    peer.close()
+    await wire.close()
 
 
 async def test_a_message_to_nobody_is_dropped(pair):
@@ -77,6 +155,7 @@ async def test_a_message_to_nobody_is_dropped(pair):
     wire.send("nobody", [b"x"])
 
 
-async def test_an_address_that_cannot_be(tmp_path):
+@pytest.mark.parametrize("address", ["ipc://{}/no/such/folder/x", "udp://{}", "tcp://nowhere"])
+async def test_an_address_that_cannot_be(tmp_path, address):
     with pytest.raises(OSError, match="cannot listen"):
-        Wire(f"ipc://{tmp_path}/no/such/folder/x", lambda name, frames: None)
+        await Wire(address.format(tmp_path), lambda name, frames: None).open()
