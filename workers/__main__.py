@@ -17,12 +17,14 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--connect", default="", help="ZeroMQ address instead of the Plan's")
     parser.add_argument("--record", type=Path, help="append every Step and Result")
+    parser.add_argument("--dummy", action="store_true", help="random weights, for a bench")
     args = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s text-{args.rank} %(levelname)s %(message)s"
     )
     plan = from_json(args.plan.read_bytes())
-    return Worker(plan, args.rank, args.connect, args.record, is_spawned=True).run()
+    worker = Worker(plan, args.rank, args.connect, args.record, True, args.dummy)
+    return worker.run()
 
 
 if __name__ == "__main__":

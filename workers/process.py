@@ -61,7 +61,8 @@ class StoppedError(Exception):
 
 
 class Worker:
-    """One rank. is_spawned: a gateway started this process, stops it, and is its reason to live."""
+    """One rank. is_spawned: a gateway started this process, stops it, and is its reason to live.
+    is_dummy: random weights instead of the file's."""
 
     def __init__(
         self,
@@ -70,8 +71,10 @@ class Worker:
         endpoint: str = "",
         record: Path | None = None,
         is_spawned: bool = False,
+        is_dummy: bool = False,
     ) -> None:
         self.plan, self.rank, self.record, self.is_spawned = plan, rank, record, is_spawned
+        self.is_dummy = is_dummy
         self.name = f"text-{rank}"
         self.endpoint = endpoint or plan.endpoint or default_endpoint(plan.id)
         self.seat = Seat(plan.id, len(plan.ranks), rank)
@@ -150,7 +153,7 @@ class Worker:
     def _load(self, resources: contextlib.ExitStack) -> Engine:
         mine = self.plan.ranks[self.rank]
         affinity.pin(mine.cpus, mine.node)
-        engine = open_engine(self.plan, self.rank, self._progress, self.board)
+        engine = open_engine(self.plan, self.rank, self._progress, self.board, self.is_dummy)
         return resources.enter_context(engine)
 
     def _progress(self, stage: str, fraction: float) -> None:

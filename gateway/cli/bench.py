@@ -22,11 +22,14 @@ import numpy as np
 from voltapile.gateway.cli.options import add_model_options, make_plan
 
 if TYPE_CHECKING:
+    from voltapile.gateway.cli.bench_load import Driven
     from voltapile.shm.gguf import Gguf
+    from voltapile.topology.plan import Plan
 
 LOCK = "voltapile-bench.lock"  # in the system's folder for temporary files
 NORMAL_TOKEN = 1  # tokenizer.ggml.token_type of what is neither special nor a lone byte
 COLUMNS = {
+    "ranks": "ranks",
     "threads": "threads",
     "streams": "streams",
     "prompt": "prompt",
@@ -124,18 +127,18 @@ def measure(args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
     """The medians for one thread count, one row for each number of streams, with the keys of the
     project's other benches."""
     from voltapile.gateway.cli.bench_load import CHUNK, Load, gpu_idle
-    from voltapile.workers.engine import open_engine
+    from voltapile.topology.endpoint import private_endpoint
 
     length = args.n_prompt + args.n_gen + 1
     chosen = argparse.Namespace(
         **{**vars(args), "threads": threads, "ctx_size": args.ctx_size or length}
     )
     chosen.parallel = max(args.parallel, *args.streams)
-    plan = make_plan(chosen)
+    plan = make_plan(chosen, private_endpoint())
     if plan.context < length:
         raise ValueError(f"-p and -n need more than the context of {plan.context} tokens")
     random = np.random.default_rng(args.seed)
-    with open_engine(plan, is_dummy=args.dummy) as engine:
+    with _open(plan, args.dummy) as engine:
         ids = ordinary_ids(engine.gguf)
         for streams in args.streams:
             load = Load(engine, streams, args.n_gen, args.temp)
@@ -148,7 +151,7 @@ def measure(args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
             decode = [streams * args.n_gen / each[1] for each in times]
             row = {
                 "engine": engine_name(plan.backend),
-                "threads": plan.ranks[0].threads,
+                "threads": sum(rank.threads for rank in plan.ranks),
                 "prompt": args.n_prompt,
                 "prefill_tok_s": round(statistics.median(prefill), 2),
                 "generate": args.n_gen,
@@ -157,8 +160,20 @@ def measure(args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
                 "all_decode": [round(x, 1) for x in decode],
                 "streams": streams,
             }
+            if len(plan.ranks) > 1:
+                row["ranks"] = len(plan.ranks)
             idle = gpu_idle(load, prompts[0])
             yield row if idle is None else row | {"gpu_idle": f"{idle:.1%}"}
+
+
+def _open(plan: Plan, is_dummy: bool) -> contextlib.AbstractContextManager[Driven]:
+    """One rank in this process, or several in their own."""
+    from voltapile.gateway.cli.bench_ranks import open_ranks
+    from voltapile.workers.engine import open_engine
+
+    if len(plan.ranks) > 1:
+        return open_ranks(plan, is_dummy)
+    return open_engine(plan, is_dummy=is_dummy)
 
 
 def engine_name(backend: str) -> str:

@@ -9,19 +9,34 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from voltapile.shm.gguf import Gguf
+from voltapile.topology.plan import Plan
 from voltapile.workers.engine import Engine
-from voltapile.workers.protocol import Row, Sampling, Step
+from voltapile.workers.protocol import Result, Row, Sampling, Step
 
 CHUNK = 64  # prompts are cut at multiples of it, as the gateway does
+
+
+class Driven(Protocol):
+    """An Engine, or processes that are driven like one."""
+
+    plan: Plan
+    gguf: Gguf
+
+    def submit(self, step: Step) -> Any: ...
+
+    def collect(self, pending: Any) -> Result: ...
+
+    def run(self, step: Step) -> Result: ...
 
 
 class Load:
     """`streams` requests of `engine` that generate at most `count` tokens each."""
 
-    def __init__(self, engine: Engine, streams: int, count: int, temperature: float) -> None:
+    def __init__(self, engine: Driven, streams: int, count: int, temperature: float) -> None:
         self.engine, self.streams, self.count = engine, streams, count
         self.sampling = Sampling(temperature=temperature, seed=1)
 
@@ -72,7 +87,7 @@ class Load:
         return found
 
 
-def run_ahead(engine: Engine, steps: Sequence[Step]) -> None:
+def run_ahead(engine: Driven, steps: Sequence[Step]) -> None:
     """One Step is submitted while the one before it is computed, as a worker does."""
     before = None
     for step in steps:
@@ -100,6 +115,8 @@ def gpu_idle(load: Load, prompts: np.ndarray) -> float | None:
     """The share of time that a GPU has no recorded step to run while streams generate: from the end
     of each to the begin of the next. None without a GPU, or where the steps are not recorded."""
     engine = load.engine
+    if not isinstance(engine, Engine):
+        return None
     device, graphs = getattr(engine.ops, "device", None), dict(engine.graphs)
     if device is None or load.streams not in graphs:
         return None
