@@ -10,7 +10,7 @@ from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 from voltapile.kernels.ops import MAX_STOP_IDS, Batch, SlotState, StepOutput
 
 BEGIN = Instance("sample.cu", "begin_step")
-SAMPLE = Instance("sample.cu", "sample_rows", (), True, waits=True)
+SAMPLE = Instance("sample.cu", "sample_rows", (), True)
 BEST = Instance("sample.cu", "best_of_parts", (), True, waits=True)
 INSTANCES = [BEGIN, BEST, SAMPLE]
 

@@ -224,7 +224,6 @@ extern "C" __global__ void __launch_bounds__(1024)
                 const int* slots, const int* positions, State state, Output out, int vocab,
                 int parts) {
   __shared__ SelectScratch s;
-  grid_wait();
   const int row = blockIdx.x, t = outputs[row], slot = slots[t], position = positions[t] + 1;
   logits += static_cast<long long>(row) * vocab;
   scratch += static_cast<long long>(row) * vocab;
