@@ -17,6 +17,10 @@ from voltapile.topology.spec import Spec
 LEAST_CONTEXT = 512  # a smaller one is only planned when asked for
 
 
+class ShortageError(PlanError):
+    """Less memory than needed; whoever catches it says what would help."""
+
+
 @dataclass(frozen=True)
 class Pool:
     """One memory."""
@@ -80,7 +84,7 @@ def choose_context(
     else:
         context = min(spec.context, max(beside_file, least))
     if context > budget.largest:
-        raise PlanError(_shortage(budget, context, options))
+        raise ShortageError(_shortage(budget, context))
     if context > beside_file:
         mapped = max(pool.mapped for pool in budget.pools)
         warnings.append(
@@ -95,22 +99,18 @@ def show(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
-def _shortage(budget: Budget, context: int, options: Options) -> str:
+def _shortage(budget: Budget, context: int) -> str:
     pool = budget.tightest
     kv = pool.growing(-(-context // budget.page_tokens))
-    advice = f"use -c {budget.largest} or less" if budget.largest else "use a smaller -b or -np"
-    if budget.largest and not options.cache_type_k:
-        advice += ", or a smaller cache type (-ctk, -ctv)"
-    parts = {name: pool.part(name) for name in ("weights", "communication")}
-    if pool.is_vram or options.no_mmap:
-        advice += ", or -ngl 0 for the CPU" if pool.is_vram else ", or no --no-mmap"
-    elif len(pool.ranks) > 1:
-        advice += ", or fewer --ranks"
-    named = "".join(f"{name} {show(nbytes)}, " for name, nbytes in parts.items() if nbytes)
+    named = "".join(
+        f"{name} {show(pool.part(name))}, "
+        for name in ("weights", "state", "communication")
+        if pool.part(name)
+    )
     where = "" if len(budget.pools) == 1 else f" on {pool.owner}"
     return (
         f"not enough memory{where}: {show(kv + pool.fixed)} needed ({named}cache for a context of "
         f"{context} {show(kv)}, scratch {show(pool.part('scratch'))}, slots "
         f"{show(pool.part('slots'))}, reserve {show(pool.part('reserve'))}), but "
-        f"{show(max(0, pool.available))} available ({show(budget.margin)} kept free): {advice}"
+        f"{show(max(0, pool.available))} available ({show(budget.margin)} kept free)"
     )

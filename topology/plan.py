@@ -16,6 +16,8 @@ import msgspec
 from voltapile.topology.endpoint import default_endpoint
 from voltapile.topology.share import Share
 
+INDEX_RING = 16  # positions of a page whose index keys are kept before they are pooled
+
 
 class PlanError(ValueError):
     """What was asked for does not fit or is not supported; names the option that would help."""
@@ -55,6 +57,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     no_mmap: bool = False  # copy the weights into memory of huge pages instead of mapping the file
     ranks: int = 0  # worker processes; 0: one, or one for each GPU that the mode uses
     split_mode: str = ""  # -sm: none | layer | tensor | experts; "" means choose
+    router_input: str = ""  # f32: not rounded to BF16 where the model's router was trained on that
     tensor_split: list[float] = []  # -ts: proportions of the ranks; [] means equal ones
     devices: list[int] = []  # --device: GPUs by their index; [] means those that help
     gpu_layers: int = -1  # -ngl: last layers in VRAM, the output matrix one of them; -1: all
@@ -100,6 +103,8 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     pages: int
     index_bytes: int = 0  # of each layer's part of page_bytes: what every rank keeps whole
+    index_dim: int = 0  # kind "qsa": of the keys by which blocks of index_block positions
+    index_block: int = 1  # are chosen
 
     def first_page(self, start: int) -> int:
         """The number of the first page that a row which starts there reads."""

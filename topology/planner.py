@@ -6,116 +6,50 @@ and the options that would help. Knows no device and no file beyond its table of
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Sequence
 
 import msgspec
-from voltapile.shm.gguf import Tensor
-from voltapile.topology.budget import Budget, choose_context, show
-from voltapile.topology.layout import Layout, layout_of
+from voltapile.topology.budget import ShortageError
+from voltapile.topology.draft import Draft, TensorTable, draft_of, finish
+from voltapile.topology.forecast import forecast
 from voltapile.topology.machine import Machine
-from voltapile.topology.memory import Load, memory_of, row_bytes
-from voltapile.topology.overrides import Obeyed, Rule, faults, obey, rules_of
-from voltapile.topology.placement import TABLE, Places, by_rules, fit, usual
-from voltapile.topology.plan import (
-    Backend,
-    CacheGroup,
-    Options,
-    Override,
-    Placement,
-    Plan,
-    PlanError,
-    RankPlan,
-    sealed,
-)
-from voltapile.topology.ranks import Spread, divide_cpus, seen, spreads
-from voltapile.topology.spec import CacheNeed, Spec
+from voltapile.topology.plan import Backend, Options, Plan, PlanError, sealed
+from voltapile.topology.ranks import seen, spreads
+from voltapile.topology.spec import Spec
 
-DEFAULT_SLOTS = 4
-CHUNK = 64  # prefill chunks end at multiples of it
-STEPS_IN_FLIGHT = 2
-
-
-class TensorTable(Protocol):
-    """What planning needs of a Gguf."""
-
-    @property
-    def paths(self) -> Sequence[str]: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
+WORTH = 1.05  # times as fast a Plan must be for more GPUs
 
 
 def plan(
     spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
 ) -> Plan:
     """The Plan of this model on that machine. Raises PlanError."""
-    drafts = _drafts(spec, gguf, machine, backend, options)
-    fitting = [each for each in drafts if not each.notes and each.budget.largest]
-    return _finish(
-        [*fitting, drafts[0]][0] if len(drafts) == 1 else [*fitting[::-1], drafts[0]][0], gguf
-    )
+    try:
+        found = _best(_drafts(spec, gguf, machine, backend, options), gguf)
+    except ShortageError as error:
+        advice = _remedies(spec, gguf, machine, backend, options)
+        raise PlanError(f"{error}: {advice}") from None
+    return sealed(found)
 
 
 def largest_context(
     spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
 ) -> int:
     """Most tokens that one request could use here; 0 if the model does not fit at all."""
-    return _drafts(spec, gguf, machine, backend, options)[0].budget.largest
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """What is decided before the context."""
-
-    layout: Layout
-    rules: Sequence[Rule]
-    obeyed: Obeyed
-    places: Places
-    budget: Budget
-    warnings: list[str]
-    notes: list[str]
+    drafts = _drafts(spec, gguf, machine, backend, options)
+    return max(draft.budget.largest for draft in drafts)
 
 
 def _drafts(
     spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
-) -> list[_Draft]:
+) -> list[Draft]:
     """One for each way of spreading the model that the options leave open."""
     _check(options)
     _check_formats(gguf, backend)
     machine = seen(machine, backend, options)
     warnings: list[str] = []
     ways = spreads(spec, gguf.tensors, machine, backend, options, warnings)
-    return [_draft(spec, gguf, machine, backend, options, way, warnings) for way in ways]
-
-
-def _draft(
-    spec: Spec,
-    gguf: TensorTable,
-    machine: Machine,
-    backend: Backend,
-    options: Options,
-    spread: Spread,
-    warnings: Sequence[str],
-) -> _Draft:
-    steps = 1 if spread.mode == "layer" else STEPS_IN_FLIGHT
-    load = Load(options.slots or DEFAULT_SLOTS, options.batch_tokens, steps)
-    groups = _cache_groups(spec, backend, options)
-    layout = layout_of(spec, gguf.tensors, machine, backend, options, spread, load, groups)
-    _check_size(layout)
-    devices = {name: rank for rank, name in enumerate(_devices(layout))}
-    rules = rules_of(options, spec, devices, len(spread.shares)) if backend.in_vram else []
-    obeyed = obey(rules, layout.tensors, spec)
-    places = by_rules(usual(layout.tensors, backend, options), rules, obeyed)
-    notes: list[str] = []
-    if backend.in_vram and options.fit:
-        places = fit(places, obeyed.places, layout.budget, spec, machine, options, notes)
-    found = [*warnings, *faults(rules, obeyed)]
-    return _Draft(layout, rules, obeyed, places, layout.budget(places), found, notes)
+    return [draft_of(spec, gguf, machine, backend, options, way, warnings) for way in ways]
 
 
 def _check(options: Options) -> None:
@@ -142,173 +76,61 @@ def _check_formats(gguf: TensorTable, backend: Backend) -> None:
             )
 
 
-def _check_size(layout: Layout) -> None:
-    """A model that is larger than all memory together."""
-    tensors = sum(tensor.nbytes for tensor in layout.tensors.values())
-    if layout.backend.in_vram and layout.options.fit:
-        return  # what does not fit anywhere stays in the file
-    owners = {memory_of(layout.machine, layout.backend, place) for place in layout.spread.places}
-    total = sum(total for _, total, _ in owners)
-    if tensors > total:
-        owner = next(iter(owners))[0] if len(owners) == 1 else f"{len(owners)} GPUs"
-        raise PlanError(
-            f"the model's tensors take {show(tensors)}, but {owner} has {show(total)} of memory "
-            "in all: take a smaller model or quantisation"
+def _best(drafts: Sequence[Draft], gguf: TensorTable) -> Plan:
+    """The Plan with the fastest token, by forecast; of several that are as fast, the one with the
+    fewest ranks. Raises ShortageError where none fits."""
+    plans: list[tuple[float, Plan]] = []
+    shortages: list[ShortageError] = []
+    for draft in drafts:
+        try:
+            found = finish(draft, gguf)
+        except ShortageError as error:
+            shortages.append(error)
+            continue
+        told = forecast(draft.layout.spec, draft.layout.tensors, found, draft.layout.machine)
+        plans.append((told.decode if told else 0.0, found))
+    if not plans:
+        raise shortages[0]
+    best = max(speed for speed, _ in plans)
+    speed, found = [each for each in plans if each[0] * WORTH >= best][-1]
+    if len(drafts) > 1 and speed:
+        slower = [f"{each:.0f} with {len(p.ranks)}" for each, p in plans if p is not found]
+        note = (
+            f"{len(found.ranks)} of {len(drafts[0].layout.spread.places)} GPUs: {speed:.0f} tokens "
+            f"a second are predicted, {', '.join(slower) or 'and fewer do not hold the model'}"
         )
-
-
-def _finish(draft: _Draft, gguf: TensorTable) -> Plan:
-    """The Plan, with the context that fits."""
-    layout, options = draft.layout, draft.layout.options
-    spec, backend, mode = layout.spec, layout.backend, layout.spread.mode
-    warnings, slots = list(draft.warnings), layout.load.slots
-    context, columns = choose_context(spec, draft.budget, slots, options, warnings)
-    if options.batch_tokens < CHUNK + slots:
-        warnings.append(
-            f"-b {options.batch_tokens} has no room for {slots} slots beside a chunk of {CHUNK}"
-        )
-    rows = min(slots, backend.max_decode_rows) if backend.captures else 0
-    counts = layout.needs(draft.places)[0].pages(columns)
-    kinds = layout.groups[0] if layout.groups else None
-    return sealed(
-        Plan(
-            model=[os.path.abspath(path) for path in gguf.paths],
-            alias=options.alias or _alias(gguf.paths[0]),
-            architecture=spec.architecture,
-            backend=backend.name,
-            mode=mode,
-            endpoint=options.endpoint,
-            context=context,
-            slots=slots,
-            batch_tokens=options.batch_tokens,
-            buckets=list(range(1, rows + 1)),
-            steps_in_flight=layout.load.steps_in_flight,
-            answer_rank=len(layout.spread.shares) - 1 if mode == "layer" else 0,
-            ranks=_ranks(draft, context, columns, warnings),
-            caches=[
-                msgspec.structs.replace(group, pages=count)
-                for group, count in zip(layout.groups, counts, strict=True)
-            ],
-            tensors=_placements(gguf, draft),
-            shared=layout.shared(draft.places),
-            overrides=_overrides(draft),
-            choices={
-                "cache_type_k": kinds.key_type if kinds else "",
-                "cache_type_v": kinds.value_type if kinds else "",
-                "prefill_chunk": str(CHUNK),
-                **backend.choices,
-            },
-            warnings=warnings,
-            notes=_notes(draft),
-        )
-    )
-
-
-def _notes(draft: _Draft) -> list[str]:
-    """What was chosen, and why."""
-    place = draft.places.of.get(TABLE)
-    if place is None or not draft.layout.backend.in_vram:
-        return draft.notes
-    size = show(draft.layout.tensors[TABLE].nbytes)
-    why = {
-        "pinned": "pinned in host memory once for all ranks, since it fits there",
-        "mapped": "read from the mapped file by the CPU, by rule or for lack of memory",
-    }.get(place.tier, f"in {place}, by rule")
-    return [*draft.notes, f"the n-gram table ({size}): {why}"]
-
-
-def _ranks(draft: _Draft, context: int, columns: int, warnings: list[str]) -> list[RankPlan]:
-    layout, places = draft.layout, draft.places
-    options, in_vram = layout.options, layout.backend.in_vram
-    shares, needs = layout.spread.shares, layout.needs(places)
-    hosts = layout.host_needs(places)
-    homes = divide_cpus(layout.machine, len(shares), options.threads, warnings)
-    pages = -(-context // layout.backend.page_tokens)
-    devices = _devices(layout)
-    found = []
-    for rank, (node, cpus) in enumerate(homes):
-        host = hosts[rank].memory(columns, pages) if in_vram else {}
-        both = zip(needs[rank].page, hosts[rank].page, strict=True)
-        found.append(
-            RankPlan(
-                rank=rank,
-                share=shares[rank],
-                page_bytes=[here + there for here, there in both],
-                device=devices[rank],
-                node=node,
-                cpus=cpus,
-                threads=len(cpus),
-                memory=needs[rank].memory(columns, pages),
-                mapped_bytes=sum(layout.tensors[name].nbytes for name in layout.parts[rank]),
-                host={name: nbytes for name, nbytes in host.items() if nbytes},
-            )
-        )
+        found = msgspec.structs.replace(found, notes=[*found.notes, note])
     return found
 
 
-def _devices(layout: Layout) -> list[str]:
-    if not layout.backend.in_vram:
-        return ["cpu"] * len(layout.spread.places)
-    return [f"cuda:{layout.machine.gpus[place].index}" for place in layout.spread.places]
-
-
-def _cache_groups(spec: Spec, backend: Backend, options: Options) -> list[CacheGroup]:
-    default = next(iter(backend.kv_types))  # the backend lists the one it likes best first
-    key_type, value_type = options.cache_type_k or default, options.cache_type_v or default
-    return [_cache_group(need, backend, key_type, value_type) for need in spec.caches]
-
-
-def _cache_group(need: CacheNeed, backend: Backend, key_type: str, value_type: str) -> CacheGroup:
-    head = row_bytes(backend, "-ctk", key_type, need.key_dim)
-    head += row_bytes(backend, "-ctv", value_type, need.value_dim)
-    index = 4 * need.index_dim * backend.page_tokens // need.index_block  # pooled keys in float32
-    return CacheGroup(
-        kind=need.kind,
-        layers=list(need.layers),
-        kv_heads=need.kv_heads,
-        key_dim=need.key_dim,
-        value_dim=need.value_dim,
-        window=need.window,
-        key_type=key_type,
-        value_type=value_type,
-        page_tokens=backend.page_tokens,
-        page_bytes=len(need.layers) * (backend.page_tokens * need.kv_heads * head + index),
-        pages=0,
-        index_bytes=index,
-    )
-
-
-def _placements(gguf: TensorTable, draft: _Draft) -> dict[str, Placement]:
-    placed = {}
-    parts = draft.layout.parts
-    for name, tensor in gguf.tensors.items():
-        place = draft.places.of.get(name)
-        kept = [rank for rank, mine in enumerate(parts) if name in mine]
-        split = parts[kept[0]][name].split if kept else "none"
-        if place is not None and place.rank >= 0:
-            kept, split = [place.rank], "none"
-        placed[name] = Placement(
-            tier=place.tier if place else "mapped",
-            ranks=kept,
-            bytes=tensor.nbytes,
-            type=tensor.type_name,
-            split=split,
-        )
-    return placed
-
-
-def _overrides(draft: _Draft) -> list[Override]:
-    tensors = draft.layout.tensors
-    return [
-        Override(
-            rule=rule.text,
-            place=str(rule.place),
-            tensors=len(taken),
-            bytes=sum(tensors[name].nbytes for name in taken),
-        )
-        for rule, taken in zip(draft.rules, draft.obeyed.taken, strict=True)
-    ]
-
-
-def _alias(path: str) -> str:
-    return re.sub(r"(-00001-of-\d{5})?\.gguf$", "", Path(path).name)
+def _remedies(
+    spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
+) -> str:
+    """Changes of options of which each alone would make it fit; else what is left to do."""
+    change = msgspec.structs.replace
+    smaller = "q8_0" if "q8_0" in backend.kv_types else ""
+    largest = largest_context(spec, gguf, machine, backend, options)
+    trials = {
+        f"-c {largest}": change(options, context=largest),
+        f"-ctk {smaller} -ctv {smaller}": change(
+            options, cache_type_k=smaller, cache_type_v=smaller
+        ),
+        "-np 1": change(options, slots=1),
+        "-b 128": change(options, batch_tokens=min(128, options.batch_tokens)),
+        "--fit on": change(options, fit=True),
+        "no -ts": change(options, tensor_split=[]),
+        "no --no-mmap": change(options, no_mmap=False),
+    }
+    found = []
+    for text, trial in trials.items():
+        if trial == options or (text == "-c 0"):
+            continue
+        try:
+            _best(_drafts(spec, gguf, machine, backend, trial), gguf)
+        except PlanError:
+            continue
+        found.append(text)
+    if not found:
+        found = ["a smaller model or quantisation", "a smaller -b or -np"]
+        found += ["-ngl 0 for the CPU"] if backend.in_vram else []
+    return f"use {', or '.join(found)}"

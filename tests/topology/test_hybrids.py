@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.architectures import spec_of
-from voltapile.topology.spec import CacheNeed, DeltaNet, Experts, Indexer, NGrams, Spec, SpecError
+from voltapile.topology.spec import CacheNeed, DeltaNet, Experts, Indexer, Spec, SpecError
 
 TESTS = Path(__file__).parents[1]
 MINI = TESTS / "data" / "golden-mini"
@@ -79,7 +79,10 @@ def test_qwen35moe_and_qwen3next(mini: Open) -> None:
 def test_qwen4exp(mini: Open) -> None:
     spec = spec_of(mini("qwen4exp"))
     assert (spec.streams, spec.stream_rank) == (4, 12)
-    assert spec.ngrams == NGrams(layer=2, size=3, heads=8, rows=672, row_width=8, conv_kernel=4)
+    grams = spec.ngrams
+    assert grams is not None
+    assert (grams.layer, grams.size, grams.heads, grams.conv_kernel) == (2, 3, 8, 4)
+    assert (grams.rows, grams.row_width) == (672, 8)
     assert spec.indexer == Indexer(heads=8, key_dim=32, top_k=32, block=4)
     (cache,) = spec.caches
     assert (cache.kind, cache.layers, cache.index_dim) == ("qsa", (1, 3), 32)

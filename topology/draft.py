@@ -1,0 +1,261 @@
+"""Draft: one way of computing a model on a machine, with all memory counted; and its Plan.
+
+Knows one way of spreading the model over ranks; planner.py chooses between several.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from voltapile.shm.gguf import Tensor
+from voltapile.topology.budget import Budget, choose_context, show
+from voltapile.topology.layout import Layout, layout_of
+from voltapile.topology.machine import Machine
+from voltapile.topology.memory import Load, memory_of, row_bytes
+from voltapile.topology.overrides import Obeyed, Rule, faults, obey, rules_of
+from voltapile.topology.placement import TABLE, Places, by_rules, fit, usual
+from voltapile.topology.plan import (
+    INDEX_RING,
+    Backend,
+    CacheGroup,
+    Options,
+    Override,
+    Placement,
+    Plan,
+    PlanError,
+    RankPlan,
+)
+from voltapile.topology.ranks import Spread, divide_cpus
+from voltapile.topology.spec import CacheNeed, Spec
+
+DEFAULT_SLOTS = 4
+CHUNK = 64  # prefill chunks end at multiples of it
+STEPS_IN_FLIGHT = 2
+
+
+class TensorTable(Protocol):
+    """What planning needs of a Gguf."""
+
+    @property
+    def paths(self) -> Sequence[str]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is decided before the context; places are what each tensor's memory is."""
+
+    layout: Layout
+    rules: Sequence[Rule]
+    obeyed: Obeyed
+    places: Places
+    budget: Budget
+    warnings: list[str]
+    notes: list[str]
+
+
+def draft_of(
+    spec: Spec,
+    gguf: TensorTable,
+    machine: Machine,
+    backend: Backend,
+    options: Options,
+    spread: Spread,
+    warnings: Sequence[str],
+) -> Draft:
+    steps = 1 if spread.mode == "layer" else STEPS_IN_FLIGHT
+    load = Load(options.slots or DEFAULT_SLOTS, options.batch_tokens, steps)
+    groups = _cache_groups(spec, backend, options)
+    layout = layout_of(spec, gguf.tensors, machine, backend, options, spread, load, groups)
+    _check_size(layout)
+    devices = {name: rank for rank, name in enumerate(_devices(layout))}
+    rules = rules_of(options, spec, devices, len(spread.shares)) if backend.in_vram else []
+    obeyed = obey(rules, layout.tensors, spec)
+    places = by_rules(usual(layout.tensors, backend, options), rules, obeyed)
+    notes: list[str] = []
+    if backend.in_vram and options.fit:
+        places = fit(places, obeyed.places, layout.budget, spec, machine, options, notes)
+    found = [*warnings, *faults(rules, obeyed)]
+    return Draft(layout, rules, obeyed, places, layout.budget(places), found, notes)
+
+
+def _check_size(layout: Layout) -> None:
+    """A model that is larger than all memory together."""
+    tensors = sum(tensor.nbytes for tensor in layout.tensors.values())
+    if layout.backend.in_vram and layout.options.fit:
+        return  # what does not fit anywhere stays in the file
+    owners = {memory_of(layout.machine, layout.backend, place) for place in layout.spread.places}
+    total = sum(total for _, total, _ in owners)
+    if tensors > total:
+        owner = next(iter(owners))[0] if len(owners) == 1 else f"{len(owners)} GPUs"
+        raise PlanError(
+            f"the model's tensors take {show(tensors)}, but {owner} has {show(total)} of memory "
+            "in all: take a smaller model or quantisation"
+        )
+
+
+def finish(draft: Draft, gguf: TensorTable) -> Plan:
+    """The Plan, with the context that fits; not sealed yet."""
+    layout, options = draft.layout, draft.layout.options
+    spec, backend, mode = layout.spec, layout.backend, layout.spread.mode
+    warnings, slots = list(draft.warnings), layout.load.slots
+    context, columns = choose_context(spec, draft.budget, slots, options, warnings)
+    if options.batch_tokens < CHUNK + slots:
+        warnings.append(
+            f"-b {options.batch_tokens} has no room for {slots} slots beside a chunk of {CHUNK}"
+        )
+    rows = min(slots, backend.max_decode_rows) if backend.captures else 0
+    counts = layout.needs(draft.places)[0].pages(columns)
+    kinds = layout.groups[0] if layout.groups else None
+    return Plan(
+        model=[os.path.abspath(path) for path in gguf.paths],
+        alias=options.alias or _alias(gguf.paths[0]),
+        architecture=spec.architecture,
+        backend=backend.name,
+        mode=mode,
+        endpoint=options.endpoint,
+        context=context,
+        slots=slots,
+        batch_tokens=options.batch_tokens,
+        buckets=list(range(1, rows + 1)),
+        steps_in_flight=layout.load.steps_in_flight,
+        answer_rank=len(layout.spread.shares) - 1 if mode == "layer" else 0,
+        ranks=_ranks(draft, context, columns, warnings),
+        caches=[
+            msgspec.structs.replace(group, pages=count)
+            for group, count in zip(layout.groups, counts, strict=True)
+        ],
+        tensors=_placements(gguf, draft),
+        shared=layout.shared(draft.places),
+        overrides=_overrides(draft),
+        choices={
+            "cache_type_k": kinds.key_type if kinds else "",
+            "cache_type_v": kinds.value_type if kinds else "",
+            "prefill_chunk": str(CHUNK),
+            **({"router_input": options.router_input} if options.router_input else {}),
+            **backend.choices,
+        },
+        warnings=warnings,
+        notes=_notes(draft),
+    )
+
+
+def _notes(draft: Draft) -> list[str]:
+    """What was chosen, and why."""
+    place = draft.places.of.get(TABLE)
+    if place is None or not draft.layout.backend.in_vram:
+        return draft.notes
+    size = show(draft.layout.tensors[TABLE].nbytes)
+    why = {
+        "pinned": "pinned in host memory once for all ranks, since it fits there",
+        "mapped": "read from the mapped file by the CPU, by rule or for lack of memory",
+    }.get(place.tier, f"in {place}, by rule")
+    return [*draft.notes, f"the n-gram table ({size}): {why}"]
+
+
+def _ranks(draft: Draft, context: int, columns: int, warnings: list[str]) -> list[RankPlan]:
+    layout, places = draft.layout, draft.places
+    options, in_vram = layout.options, layout.backend.in_vram
+    shares, needs = layout.spread.shares, layout.needs(places)
+    hosts = layout.host_needs(places)
+    homes = divide_cpus(layout.machine, len(shares), options.threads, warnings)
+    pages = -(-context // layout.backend.page_tokens)
+    devices = _devices(layout)
+    found = []
+    for rank, (node, cpus) in enumerate(homes):
+        host = hosts[rank].memory(columns, pages) if in_vram else {}
+        both = zip(needs[rank].page, hosts[rank].page, strict=True)
+        found.append(
+            RankPlan(
+                rank=rank,
+                share=shares[rank],
+                page_bytes=[here + there for here, there in both],
+                device=devices[rank],
+                node=node,
+                cpus=cpus,
+                threads=len(cpus),
+                memory=needs[rank].memory(columns, pages),
+                mapped_bytes=sum(layout.tensors[name].nbytes for name in layout.parts[rank]),
+                host={name: nbytes for name, nbytes in host.items() if nbytes},
+            )
+        )
+    return found
+
+
+def _devices(layout: Layout) -> list[str]:
+    if not layout.backend.in_vram:
+        return ["cpu"] * len(layout.spread.places)
+    return [f"cuda:{layout.machine.gpus[place].index}" for place in layout.spread.places]
+
+
+def _cache_groups(spec: Spec, backend: Backend, options: Options) -> list[CacheGroup]:
+    default = next(iter(backend.kv_types))  # the backend lists the one it likes best first
+    key_type, value_type = options.cache_type_k or default, options.cache_type_v or default
+    return [_cache_group(need, backend, key_type, value_type) for need in spec.caches]
+
+
+def _cache_group(need: CacheNeed, backend: Backend, key_type: str, value_type: str) -> CacheGroup:
+    head = row_bytes(backend, "-ctk", key_type, need.key_dim)
+    head += row_bytes(backend, "-ctv", value_type, need.value_dim)
+    # float32: one key for each block, and those of the last positions themselves
+    index = 4 * need.index_dim * (backend.page_tokens // need.index_block + INDEX_RING)
+    return CacheGroup(
+        kind=need.kind,
+        layers=list(need.layers),
+        kv_heads=need.kv_heads,
+        key_dim=need.key_dim,
+        value_dim=need.value_dim,
+        window=need.window,
+        key_type=key_type,
+        value_type=value_type,
+        page_tokens=backend.page_tokens,
+        page_bytes=len(need.layers) * (backend.page_tokens * need.kv_heads * head + index),
+        pages=0,
+        index_bytes=index,
+        index_dim=need.index_dim,
+        index_block=need.index_block,
+    )
+
+
+def _placements(gguf: TensorTable, draft: Draft) -> dict[str, Placement]:
+    placed = {}
+    parts = draft.layout.parts
+    for name, tensor in gguf.tensors.items():
+        place = draft.places.of.get(name)
+        kept = [rank for rank, mine in enumerate(parts) if name in mine]
+        split = parts[kept[0]][name].split if kept else "none"
+        if place is not None and place.rank >= 0:
+            kept, split = [place.rank], "none"
+        placed[name] = Placement(
+            tier=place.tier if place else "mapped",
+            ranks=kept,
+            bytes=tensor.nbytes,
+            type=tensor.type_name,
+            split=split,
+        )
+    return placed
+
+
+def _overrides(draft: Draft) -> list[Override]:
+    tensors = draft.layout.tensors
+    return [
+        Override(
+            rule=rule.text,
+            place=str(rule.place),
+            tensors=len(taken),
+            bytes=sum(tensors[name].nbytes for name in taken),
+        )
+        for rule, taken in zip(draft.rules, draft.obeyed.taken, strict=True)
+    ]
+
+
+def _alias(path: str) -> str:
+    return re.sub(r"(-00001-of-\d{5})?\.gguf$", "", Path(path).name)
