@@ -89,7 +89,8 @@ bench() {
   for model in "$models"/*.gguf; do
     echo "$(basename "$model")"
     for shape in "-p 512 -n 64" "-p 2048 -n 64 -b 2048" "-p 8192 -n 64 -b 2048" \
-      "-p 32768 -n 32 -b 2048"; do
+      "-d 32768 -p 64 -n 64" "-d 131072 -p 64 -n 64" \
+      "-d 32768 -p 64 -n 64 -ctk q8_0 -ctv q8_0"; do
       # shellcheck disable=SC2086
       $python -m voltapile.gateway.cli.main bench -m "$model" --backend cuda --dummy $shape \
         | tail -n 1

@@ -32,6 +32,7 @@ COLUMNS = {
     "ranks": "ranks",
     "threads": "threads",
     "streams": "streams",
+    "depth": "depth",
     "prompt": "prompt",
     "prefill_tok_s": "prefill tok/s",
     "generate": "generate",
@@ -48,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of each prompt")  # fmt: skip
     add("-n", "-ntg", "--n-gen", type=int, default=64, metavar="N",
         help="tokens to generate in each stream")  # fmt: skip
+    add("-d", "--n-depth", type=int, default=0, metavar="N",
+        help="positions before each prompt, of random keys and values")  # fmt: skip
     add("-npl", "--streams", type=numbers, default="1", metavar="N[,N]",
         help="streams that are computed together; a row for each number")  # fmt: skip
     add("-r", "--repetitions", type=int, default=3, metavar="N", help="medians are over these")
@@ -129,19 +132,23 @@ def measure(args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
     from voltapile.gateway.cli.bench_load import CHUNK, Load, gpu_idle
     from voltapile.topology.endpoint import private_endpoint
 
-    length = args.n_prompt + args.n_gen + 1
+    if args.n_depth < 0 or args.n_depth % CHUNK:
+        raise ValueError(f"-d must be a multiple of {CHUNK}")
+    length = args.n_depth + args.n_prompt + args.n_gen + 1
     chosen = argparse.Namespace(
         **{**vars(args), "threads": threads, "ctx_size": args.ctx_size or length}
     )
     chosen.parallel = max(args.parallel, *args.streams)
     plan = make_plan(chosen, private_endpoint())
     if plan.context < length:
-        raise ValueError(f"-p and -n need more than the context of {plan.context} tokens")
+        raise ValueError(f"-d, -p and -n need more than the context of {plan.context} tokens")
+    if args.n_depth and len(plan.ranks) > 1:
+        raise ValueError("-d fills the caches of one rank, and the plan has several")
     random = np.random.default_rng(args.seed)
     with _open(plan, args.dummy) as engine:
         ids = ordinary_ids(engine.gguf)
         for streams in args.streams:
-            load = Load(engine, streams, args.n_gen, args.temp)
+            load = Load(engine, streams, args.n_gen, args.temp, args.n_depth)
             load.run(random.choice(ids, (streams, min(CHUNK, args.n_prompt))), min(4, args.n_gen))
             prompts = [
                 random.choice(ids, (streams, args.n_prompt)) for _ in range(args.repetitions)
@@ -163,6 +170,7 @@ def measure(args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
             if len(plan.ranks) > 1:
                 row["ranks"] = len(plan.ranks)
             idle = gpu_idle(load, prompts[0])
+            row |= {"depth": args.n_depth} if args.n_depth else {}
             yield row if idle is None else row | {"gpu_idle": f"{idle:.1%}"}
 
 

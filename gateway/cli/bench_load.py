@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+from voltapile.gateway.cli.bench_depth import fill_caches
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.plan import Plan
 from voltapile.workers.engine import Engine
@@ -34,11 +35,18 @@ class Driven(Protocol):
 
 
 class Load:
-    """`streams` requests of `engine` that generate at most `count` tokens each."""
+    """`streams` requests of `engine` that generate at most `count` tokens each, behind `depth`
+    positions of random keys and values."""
 
-    def __init__(self, engine: Driven, streams: int, count: int, temperature: float) -> None:
-        self.engine, self.streams, self.count = engine, streams, count
+    def __init__(
+        self, engine: Driven, streams: int, count: int, temperature: float, depth: int = 0
+    ) -> None:
+        self.engine, self.streams, self.count, self.depth = engine, streams, count, depth
         self.sampling = Sampling(temperature=temperature, seed=1)
+        if depth:
+            assert isinstance(engine, Engine), "one rank"
+            for slot in range(streams):
+                fill_caches(engine, slot, self._pages(slot, depth), depth)
 
     def run(self, prompts: np.ndarray, count: int = 0) -> tuple[float, float]:
         """Seconds to the first token of all prompts [streams, P], and of `count` more of each."""
@@ -64,11 +72,12 @@ class Load:
                 if not room:
                     yield Step(id=0, rows=rows)
                     rows, room = [], most
-                row = Row(slot=slot, start=start, tokens=prompt[start : start + room])
+                tokens = prompt[start : start + room]
+                row = Row(slot=slot, start=self.depth + start, tokens=tokens)
                 row.sample = start + room >= len(prompt)
                 if start == 0:
                     row.sampling = self.sampling
-                    row.pages = self._pages(slot, len(prompt) + count + 1)
+                    row.pages = self._pages(slot, self.depth + len(prompt) + count + 1)
                 rows.append(row)
                 start += room
         yield Step(id=0, rows=rows)

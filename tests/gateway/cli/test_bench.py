@@ -46,6 +46,17 @@ def test_json_has_the_keys_of_the_other_benches(
     assert os.sched_getaffinity(0) == before
 
 
+def test_prompts_may_begin_behind_filled_caches(
+    mini: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(mini / "llama/model-f16.gguf")
+    argv = ["bench", "-m", model, "-p", "8", "-n", "3", "-r", "1", "-t", "1", "-d", "640"]
+    assert main.main([*argv, "-npl", "2"]) == 0
+    head, _, row = (line.split("|")[1:4] for line in capsys.readouterr().out.splitlines())
+    assert [cell.strip() for cell in head] == ["threads", "streams", "depth"]
+    assert [cell.strip() for cell in row] == ["1", "2", "640"]
+
+
 def test_a_failure_prints_no_table(mini: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["bench", "-m", str(mini / "missing.gguf")]) == 1
     printed = capsys.readouterr()
@@ -71,6 +82,7 @@ def test_a_row_for_each_thread_count_and_number_of_streams(
         (["-t", "1,2", "--json"], "one thread count"),
         (["-npl", "1,2", "--json"], "one --streams"),
         (["-npl", "0"], "at least 1"),
+        (["-d", "100"], "multiple of 64"),
         (["-p", "0"], "at least 1"),
         (["-p", "100", "-c", "64"], "context of 64"),
         (["-m", "nothing.gguf"], "nothing.gguf"),

@@ -63,6 +63,16 @@ def test_prompts_are_packed_into_steps(load: Make) -> None:
         assert [row.sampling is not None for row in rows] == [True] + [False] * (len(rows) - 1)
 
 
+def test_prompts_begin_behind_what_was_filled(load: Make, engine_for: Make, mini: Path) -> None:
+    engine = engine_for(mini / "llama/model-f16.gguf", "cpu", slots=2)
+    one, steps, submit = Load(engine, 2, 3, 0.0, depth=128), [], engine.submit
+    engine.submit = lambda step: steps.append(step) or submit(step)
+    one.run(prompts(2, 70))
+    rows = [row for step in steps for row in step.rows if len(row.tokens)]
+    assert [row.start for row in rows] == [128, 128]
+    assert [len(row.pages[0]) for row in rows] == [-(-(128 + 70 + 3 + 1) // 64)] * 2
+
+
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_no_two_streams_share_a_page(load: Make, model: str) -> None:
     one = load(3, 2, model)
