@@ -36,6 +36,10 @@ class Ranks:
         self.plan, self.gguf, self._socket, self._workers = plan, gguf, socket, workers
         self._names = {f"text-{rank.rank}".encode() for rank in plan.ranks}
 
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers]
+
     def wait(self) -> None:
         """Until all have loaded. Raises RuntimeError."""
         missing = set(self._names)
