@@ -101,7 +101,10 @@ class Worker:
         except StoppedError as reason:
             log.info("%s ends: %s", self.name, reason)
         except Exception as error:
-            log.exception("%s failed", self.name)
+            if isinstance(error, MemoryError):  # tells all that there is to know
+                log.error("%s failed: %s", self.name, error)
+            else:
+                log.exception("%s failed", self.name)
             self._tell(error)
             return 1
         finally:
@@ -352,5 +355,5 @@ class Worker:
 def describe(error: BaseException) -> str:
     """One line for people."""
     text = str(error).strip() or "no message"
-    plain = ValueError | OSError | GroupError
+    plain = ValueError | OSError | MemoryError | GroupError
     return text if isinstance(error, plain) else f"{type(error).__name__}: {text}"
