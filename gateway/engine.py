@@ -18,6 +18,7 @@ from voltapile.gateway.request import Chunk, Refused, Request
 from voltapile.gateway.scheduler import Scheduler
 from voltapile.gateway.stream import Stream
 from voltapile.gateway.supervisor import Restarts, Supervisor, is_taken
+from voltapile.gateway.suspects import FAULT, KILL
 from voltapile.gateway.watchdog import Vitals, Watchdog
 from voltapile.gateway.wire import Wire
 from voltapile.topology.endpoint import prepare
@@ -308,21 +309,22 @@ class Engine:
         else:
             self._lose(self._failure)
 
-    def _reset(self, reason: str) -> None:
+    def _reset(self, reason: str, weight: int = FAULT) -> None:
         log.warning("worker lost: %s", reason)
         self._stats.restarts += 1
-        for request in self._scheduler.reset():
+        for request in self._scheduler.reset(weight):
             log.error("request %d ends: it was running at each crash", request.id)
-            self._end(request, Chunk(finish="error", error=f"{reason} (twice in this request)"))
+            error = f"{reason} (at each try of this request)"
+            self._end(request, Chunk(finish="error", error=error))
         self._crew.forget()
         self._health = Health("loading", "restarting", 0.0, reason)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, weight: int = FAULT) -> None:
         """The workers are of no use any more: running requests wait for the next ones."""
         if self._health.status == "failed":
             return
         self._failure = reason
-        self._reset(reason)
+        self._reset(reason, weight)
         if self._supervisor is not None:
             self._supervisor.kill()
             return
@@ -354,7 +356,7 @@ class Engine:
             except OSError as error:
                 reason = f"cannot start the worker: {error}"
             if not self._failure:  # nobody has noticed yet
-                self._lose(reason)
+                self._lose(reason, KILL if supervisor.was_killed else FAULT)
             pause = self._restarts.next_pause(time.monotonic(), self._have_loaded)
             if pause is not None:
                 await asyncio.sleep(pause)
@@ -370,7 +372,8 @@ class Engine:
             if not self._watchdog.can_tell and self._step_seconds(now) > SILENT_STEP_SECONDS:
                 wrong = f"no result from the workers for {self._step_seconds(now):.0f} s"
             if wrong:
-                self._lose(wrong)
+                is_stopped = self._supervisor is not None and self._supervisor.stopped()
+                self._lose(wrong, KILL if is_stopped else FAULT)
 
     def _step_seconds(self, now: float) -> float:
         """How long the oldest Step in flight has been on its way."""

@@ -71,7 +71,7 @@ class Request:
     slot: int = -1
     is_new: bool = True  # its slot has not been told the sampling parameters yet
     is_prefilling: bool = True  # its slot has not sampled yet, so its rows carry tokens
-    crashes: int = 0  # losses of the worker that it may have caused
+    crashes: int = 0  # weight of the losses of the worker that it may have caused
     crashed_at: int = 0  # with more known tokens than that it has not
     is_retried: bool = False  # it failed on shared pages, and is computed anew without them
     # Kept by PageTables:

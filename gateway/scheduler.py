@@ -24,7 +24,7 @@ from voltapile.gateway.budget import Budget
 from voltapile.gateway.costs import Load
 from voltapile.gateway.queues import Queues
 from voltapile.gateway.request import Chunk, Refused, Request, State
-from voltapile.gateway.suspects import Suspects
+from voltapile.gateway.suspects import FAULT, Suspects
 from voltapile.gateway.tables import PageTables, Table
 from voltapile.topology.plan import Plan
 from voltapile.workers.protocol import (
@@ -126,14 +126,14 @@ class Scheduler:
             self._finish(request)
         return request
 
-    def reset(self) -> list[Request]:
-        """The workers were lost: nothing is in flight, held or computed.
+    def reset(self, weight: int = FAULT) -> list[Request]:
+        """The workers were lost: nothing is in flight, held or computed. weight: as suspects know.
 
         The next Step still releases the slots, in case that it is the same worker after all.
         Returns requests that end here, since they alone were there each time.
         """
         rows = [row for each in self.in_flight for row in (*each.sampling.values(), *each.silent)]
-        culprits = self._suspects.accuse(rows)
+        culprits = self._suspects.accuse(rows, weight)
         self.in_flight.clear()
         for request in reversed(self.running):
             self._leave_slot(request, State.WAITING)

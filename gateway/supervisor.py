@@ -189,6 +189,7 @@ class Supervisor:
         self._processes: list[Process] = []
         self._readers: list[asyncio.Task[None]] = []
         self._words: list[deque[str]] = []
+        self.was_killed = False  # by somebody, the last time that `wait` returned
 
     @property
     def pids(self) -> list[int]:
@@ -239,6 +240,7 @@ class Supervisor:
         # One that a signal has ended is the cause of others' ends.
         first = min(ended, key=lambda rank: (codes[rank] or 0) >= 0)
         who, words = worker_name(first, len(codes)), self._words[first]
+        self.was_killed = codes[first] in (-signal.SIGKILL, -signal.SIGTERM)
         self.kill()
         await self._reap()
         return _reason(who, codes[first] or 0, words)

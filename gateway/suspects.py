@@ -10,7 +10,9 @@ from collections.abc import Iterable
 
 from voltapile.gateway.request import Request, State
 
-MOST_CRASHES = 2  # of the worker that are put down to a request before it ends
+# What a loss of the worker counts against a request that was there: a fault is hardly another's, a
+# process that somebody has killed or stopped may well be. So many in all, and the request ends.
+FAULT, KILL, MOST = 3, 1, 6
 
 
 class Suspects:
@@ -27,15 +29,16 @@ class Suspects:
     def first(self) -> Request:
         return min(self._requests, key=lambda request: request.id)
 
-    def accuse(self, requests: Iterable[Request | None]) -> list[Request]:
-        """The worker was lost while it computed `requests`; returns those that must end."""
+    def accuse(self, requests: Iterable[Request | None], weight: int) -> list[Request]:
+        """The worker was lost while it computed `requests`; returns those that must end. weight:
+        FAULT or KILL."""
         for request in set(requests):
             if request is not None and request.state is not State.FINISHED:
-                request.crashes += 1
+                request.crashes += weight
                 past = max(request.computed, request.total - 1)
                 request.crashed_at = max(request.crashed_at, past)
                 self._requests.add(request)
-        return [request for request in self._requests if request.crashes >= MOST_CRASHES]
+        return [request for request in self._requests if request.crashes >= MOST]
 
     def has_tokens(self, request: Request) -> None:
         """It has got further: perhaps past where the worker was lost."""

@@ -69,6 +69,7 @@ async def test_why_a_child_ended(code: str, reason: str) -> None:
     supervisor = Supervisor([child(code)])
     await supervisor.start()
     assert await supervisor.wait() == reason
+    assert supervisor.was_killed == ("SIGKILL" in reason)
     assert supervisor.pids == []
 
 
