@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import re
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from voltapile.kernels.cuda import nvrtc
 from voltapile.kernels.cuda.launch import Instance
 
+log = logging.getLogger(__name__)
 CSRC = Path(__file__).parent / "csrc"
 KERNELS = CSRC.parent.parent  # for #include "formats/q4_k.h"
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "-lineinfo")
@@ -63,8 +65,11 @@ def _compiled(instance: Instance, arch: str, cache: Path | None, suffix: str) ->
         flags.append("--ptxas-options=-v")
     code, log = nvrtc.compile_source(instance.file, source_of(instance.file), flags, arch)
     whole = {".log": log.encode(), ".cubin" if arch.startswith("sm_") else ".ptx": code}
-    for each, data in whole.items():
-        write_whole(folder / f"{stem}{each}", data)
+    try:
+        for each, data in whole.items():
+            write_whole(folder / f"{stem}{each}", data)
+    except OSError as error:  # a home that is full or read-only: compiled again at each start
+        log.warning("%s is not kept: %s", instance.name, error)
     return whole[suffix]
 
 

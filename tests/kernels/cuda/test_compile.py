@@ -46,6 +46,15 @@ def test_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(tmp_path.glob("tmp*"))
 
 
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    assert compiler.compile_instance(GATHER, "sm_70", taken / "folder")[:4] == b"\x7fELF"
+    assert "gather is not kept: " in caplog.text
+
+
 def test_what_changes_code_changes_its_name() -> None:
     names = {
         compiler.digest(GATHER, "sm_70"),
