@@ -63,8 +63,8 @@ def _compiled(instance: Instance, arch: str, cache: Path | None, suffix: str) ->
     flags = _flags(instance)
     if arch.startswith("sm_"):
         flags.append("--ptxas-options=-v")
-    code, log = nvrtc.compile_source(instance.file, source_of(instance.file), flags, arch)
-    whole = {".log": log.encode(), ".cubin" if arch.startswith("sm_") else ".ptx": code}
+    code, said = nvrtc.compile_source(instance.file, source_of(instance.file), flags, arch)
+    whole = {".log": said.encode(), ".cubin" if arch.startswith("sm_") else ".ptx": code}
     try:
         for each, data in whole.items():
             write_whole(folder / f"{stem}{each}", data)
