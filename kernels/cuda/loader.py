@@ -37,10 +37,7 @@ class Loader:
             self._wanted.add(instance)
             return _launch_nothing
         if instance not in self._functions:
-            is_early = instance.waits and self.arch >= WAITS_FROM
-            self._functions[instance] = self._device.function(
-                self._code(instance), instance.function, is_early
-            )
+            self._load(instance, self._code(instance))
         return self._functions[instance]
 
     @contextmanager
@@ -53,9 +50,15 @@ class Loader:
             wanted, self._wanted = self._wanted, None
         missing = sorted(wanted - set(self._functions), key=lambda each: each.name)
         if self._ptx is None:
-            compile_all(missing, f"sm_{self.arch}", len(os.sched_getaffinity(0)))
-        for instance in missing:
-            self.kernel(instance)
+            codes = compile_all(missing, f"sm_{self.arch}", len(os.sched_getaffinity(0)))
+        else:
+            codes = [self._code(instance) for instance in missing]
+        for instance, code in zip(missing, codes, strict=True):
+            self._load(instance, code)
+
+    def _load(self, instance: Instance, code: bytes) -> None:
+        is_early = instance.waits and self.arch >= WAITS_FROM
+        self._functions[instance] = self._device.function(code, instance.function, is_early)
 
     def _code(self, instance: Instance) -> bytes:
         if self._ptx is None:

@@ -33,7 +33,7 @@ def gpu(fake_cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = fake_cupy.Gpu()
     fake_cupy.install(monkeypatch, made)
     loader = importlib.import_module("voltapile.kernels.cuda.loader")
-    monkeypatch.setattr(loader, "compile_all", lambda *_: [])
+    monkeypatch.setattr(loader, "compile_all", lambda instances, *_: [b""] * len(instances))
     monkeypatch.setattr(loader, "compile_instance", lambda *_: b"")
     return made
 
