@@ -319,13 +319,15 @@ def open_engine(
     it is alive, and sees that it must give up; ranks of a group meet there before they load.
     is_dummy: random weights instead of the file's.
     """
+    if len(plan.ranks) > 1 and board is None:
+        raise ValueError(f"{len(plan.ranks)} ranks need a process each, and this is one: --ranks 1")
     before, stages = os.sched_getaffinity(0), Stages(progress)
     stages("file", 0.0)
     with Gguf.open(plan.model[0]) as gguf:
         try:
             ops = _load_ops(plan, rank, board)
             if len(plan.ranks) > 1:
-                assert board is not None, "ranks meet through a Board"
+                assert board is not None
                 stages("group", 0.0)
                 ops.join(meet(plan.id, board, rank))
             engine = Engine(plan, ops, gguf, rank, is_dummy)

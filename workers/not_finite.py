@@ -60,6 +60,8 @@ class Search:
             return "this rank keeps no keys that would tell where"
         batch = self._batch(row)
         for number, layer in zip(self.share.layers, self.layers, strict=True):
+            if layer.kv is None:
+                continue
             heads = self.share.head_map
             with self.ops.scope():
                 seen = self.ops.attention(self.nothing, layer.kv, batch, layer.group, heads, 1.0)

@@ -22,9 +22,7 @@ import numpy as np
 from voltapile.gateway.cli.options import add_model_options, make_plan
 
 if TYPE_CHECKING:
-    from voltapile.gateway.cli.bench_load import Driven
     from voltapile.shm.gguf import Gguf
-    from voltapile.topology.plan import Plan
 
 LOCK = "voltapile-bench.lock"  # in the system's folder for temporary files
 NORMAL_TOKEN = 1  # tokenizer.ggml.token_type of what is neither special nor a lone byte
@@ -130,7 +128,7 @@ def measure(args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
     """The medians for one thread count, one row for each number of streams, with the keys of the
     project's other benches."""
     from voltapile.gateway.cli.bench_load import CHUNK, Load, gpu_idle
-    from voltapile.topology.endpoint import private_endpoint
+    from voltapile.gateway.cli.bench_ranks import open_driven
 
     if args.n_depth < 0 or args.n_depth % CHUNK:
         raise ValueError(f"-d must be a multiple of {CHUNK}")
@@ -139,13 +137,13 @@ def measure(args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
         **{**vars(args), "threads": threads, "ctx_size": args.ctx_size or length}
     )
     chosen.parallel = max(args.parallel, *args.streams)
-    plan = make_plan(chosen, private_endpoint())
+    plan = make_plan(chosen)
     if plan.context < length:
         raise ValueError(f"-d, -p and -n need more than the context of {plan.context} tokens")
     if args.n_depth and len(plan.ranks) > 1:
         raise ValueError("-d fills the caches of one rank, and the plan has several")
     random = np.random.default_rng(args.seed)
-    with _open(plan, args.dummy) as engine:
+    with open_driven(plan, args.dummy) as engine:
         ids = ordinary_ids(engine.gguf)
         for streams in args.streams:
             load = Load(engine, streams, args.n_gen, args.temp, args.n_depth)
@@ -172,16 +170,6 @@ def measure(args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
             idle = gpu_idle(load, prompts[0])
             row |= {"depth": args.n_depth} if args.n_depth else {}
             yield row if idle is None else row | {"gpu_idle": f"{idle:.1%}"}
-
-
-def _open(plan: Plan, is_dummy: bool) -> contextlib.AbstractContextManager[Driven]:
-    """One rank in this process, or several in their own."""
-    from voltapile.gateway.cli.bench_ranks import open_ranks
-    from voltapile.workers.engine import open_engine
-
-    if len(plan.ranks) > 1:
-        return open_ranks(plan, is_dummy)
-    return open_engine(plan, is_dummy=is_dummy)
 
 
 def engine_name(backend: str) -> str:

@@ -33,6 +33,8 @@ class Driven(Protocol):
 
     def run(self, step: Step) -> Result: ...
 
+    def forget(self) -> None: ...
+
 
 class Load:
     """`streams` requests of `engine` that generate at most `count` tokens each, behind `depth`

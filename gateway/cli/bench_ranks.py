@@ -12,10 +12,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import zmq
+from voltapile.gateway.cli.bench_load import Driven
 from voltapile.gateway.supervisor import plan_file, worker_command
 from voltapile.shm.gguf import Gguf
-from voltapile.topology.plan import Plan
+from voltapile.topology.endpoint import private_endpoint
+from voltapile.topology.plan import Plan, sealed
+from voltapile.workers.engine import open_engine
 from voltapile.workers.protocol import Failed, Ready, Result, Step, Stop, decode, encode
 
 PATIENCE = 600.0  # seconds until all have loaded, and for one Result
@@ -63,6 +67,10 @@ class Ranks:
     def run(self, step: Step) -> Result:
         return self.collect(self.submit(step))
 
+    def forget(self) -> None:
+        """Set all slots free."""
+        self.run(Step(id=0, release=list(range(self.plan.slots))))
+
     def stop(self) -> None:
         for name in self._names:
             self._socket.send_multipart([name, *encode(Stop(reason="the bench ends"))])
@@ -86,9 +94,17 @@ class Ranks:
         return name, message
 
 
+def open_driven(plan: Plan, is_dummy: bool = False) -> contextlib.AbstractContextManager[Driven]:
+    """One rank in this process, or several in their own."""
+    if len(plan.ranks) > 1:
+        return open_ranks(plan, is_dummy)
+    return open_engine(plan, is_dummy=is_dummy)
+
+
 @contextlib.contextmanager
 def open_ranks(plan: Plan, is_dummy: bool = False) -> Iterator[Ranks]:
-    """All ranks, loaded; they end with the context."""
+    """All ranks, loaded; they end with the context. They meet at an address of their own."""
+    plan = sealed(msgspec.structs.replace(plan, id="", endpoint=private_endpoint()))
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(plan_file(plan))
         context = stack.enter_context(zmq.Context())

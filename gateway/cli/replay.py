@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from voltapile.gateway.cli.bench_load import Driven
     from voltapile.topology.plan import Plan
-    from voltapile.workers.engine import Engine
     from voltapile.workers.protocol import Message, Ready, Result, Step
 
 
@@ -30,7 +30,7 @@ class Replay:
     compared: int = 0
     differences: list[str] = field(default_factory=list)
 
-    def run(self, engine: Engine, step: Step) -> Result:
+    def run(self, engine: Driven, step: Step) -> Result:
         began = time.perf_counter()
         result = engine.run(step)
         self.seconds += time.perf_counter() - began
@@ -62,11 +62,11 @@ class Replay:
 
 def replay(path: Path, plan: Plan, as_json: bool) -> int:
     """Run the log and print what came of it; returns the exit code. Raises ValueError, OSError."""
-    from voltapile.workers.engine import open_engine
+    from voltapile.gateway.cli.bench_ranks import open_driven
     from voltapile.workers.protocol import Ready, Result, Step
 
     found, last = Replay(), None
-    with path.open("rb") as file, open_engine(plan) as engine:
+    with path.open("rb") as file, open_driven(plan) as engine:
         for message in messages(file, path):
             match message:
                 case Ready():

@@ -109,3 +109,11 @@ def test_not_a_log(log: Log, capsys: pytest.CaptureFixture[str], content: bytes)
 def test_bad_options(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
     assert main.main(["bench", *argv]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_other_ranks_give_the_recorded_tokens(log: Log, mini: Path, plan_for: Make) -> None:
+    options = {"context": 256, "ranks": 2, "split_mode": "layer"}
+    plan = plan_for(mini / "llama/model-f16.gguf", "cpu", **options)
+    log.plan.write_bytes(to_json(plan))
+    log.messages *= 2
+    assert log.replay() == 0
