@@ -26,9 +26,9 @@ def load(
 
         return CpuOps(threads, scratch_bytes, cpus, heartbeat, abort)
     if name == "reference":
-        from voltapile.kernels.reference.ops import ReferenceOps
+        from voltapile.kernels.reference.families import ReferenceFamilyOps
 
-        return ReferenceOps()
+        return ReferenceFamilyOps()
     if name == "cuda":
         from voltapile.kernels.cuda.ops import CudaOps
 

@@ -46,6 +46,9 @@ class Batch:
     outputs: Array  # int32[R] index into T of the tokens after which one is sampled
     pages: tuple[Array, ...]  # int32[S, P] page table of each cache group
     generated: int = 0  # so many first tokens are generated rows: bits must not depend on company
+    history: Array | None = None  # SlotState's, for models that look at tokens before theirs
+    kept: Array | None = None  # int32[S] tokens of a slot's provisional step that stand; None: all
+    is_provisional: bool = False  # see kernels/families.py
 
 
 @dataclass

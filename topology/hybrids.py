@@ -27,6 +27,8 @@ from voltapile.topology.spec import DeltaNet, Experts, Indexer, NGrams, Spec
 
 HEAD_NORMS = ("attn_q_norm", "attn_k_norm")
 TABLE = "per_layer_token_embd.weight"
+GOLDEN, SEED = 0x9E3779B97F4A7C15, 1234  # of the multipliers that a file may leave out
+FIRST_MODULUS = 20_000_000
 
 
 def qwen3moe(keys: Keys) -> tuple[Spec, Shapes]:
@@ -58,8 +60,10 @@ def qwen4exp(keys: Keys) -> tuple[Spec, Shapes]:
     """As qwen35moe with four residual streams, n-gram embeddings and sparse attention."""
     spec = _with_experts(keys, _hybrid(keys, "imrope", ffn=0, is_tiled=True))
     assert spec.delta is not None
+    assert spec.experts is not None
     spec = msgspec.structs.replace(
         spec,
+        experts=msgspec.structs.replace(spec.experts, rounds_input=True),
         delta=msgspec.structs.replace(spec.delta, gate="sigmoid"),
         streams=keys.count("hyper_connection.count", minimum=2),
         stream_rank=keys.count("hyper_connection.low_rank"),
@@ -209,14 +213,61 @@ def _ngrams(keys: Keys, spec: Spec) -> NGrams:
     if len(layers) != 1 or not 0 <= layers[0] < spec.layers:
         keys.fail("ple.layers", f"is {list(layers)}, expected one of {spec.layers} layers")
     size = keys.count("ple.ngram_size", minimum=2)
+    heads = (size - 1) * keys.count("ple.heads_per_ngram")
+    multipliers, moduli, offsets = _hash(keys, spec, size, heads)
     return NGrams(
         layer=layers[0],
         size=size,
-        heads=(size - 1) * keys.count("ple.heads_per_ngram"),
+        heads=heads,
+        multipliers=multipliers,
+        moduli=moduli,
+        offsets=offsets,
+        boundary=keys.count("ple.eos_token_id", minimum=0),
         rows=rows(keys.gguf, TABLE),
         row_width=keys.count("embedding_length_per_layer_input"),
         conv_kernel=keys.count("ple.conv_kernel", minimum=2),
     )
+
+
+def _hash(
+    keys: Keys, spec: Spec, size: int, heads: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Multipliers, moduli and offsets; computed where the file has none (models.md 7.1)."""
+    names = "layer_multipliers", "head_vocab_sizes", "head_offsets"
+    if all(keys.has(f"ple.{name}") for name in names):
+        found = [keys.numbers(f"ple.{name}") for name in names]
+    else:
+        moduli = _primes_from(FIRST_MODULUS, heads)
+        offsets = [sum(moduli[:head]) for head in range(heads)]
+        found = [_multipliers(spec.vocab, size), tuple(moduli), tuple(offsets)]
+    for name, values, count in zip(names, found, (size, heads, heads), strict=True):
+        if len(values) != count or min(values) < 0:
+            keys.fail(f"ple.{name}", f"is {list(values)}, expected {count} numbers")
+    end = max(a + b for a, b in zip(found[1], found[2], strict=True))
+    if min(found[1]) < 1 or end > rows(keys.gguf, TABLE):
+        keys.fail("ple.head_vocab_sizes", f"lead to row {end} of {rows(keys.gguf, TABLE)}")
+    return found[0], found[1], found[2]
+
+
+def _multipliers(vocab: int, size: int) -> tuple[int, ...]:
+    half = (2**63 - 1) // vocab // 2
+
+    def mixed(z: int) -> int:  # splitmix64
+        z = (z + GOLDEN) % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    return tuple(2 * (mixed((SEED + GOLDEN * (i + 1)) % 2**64) % half) + 1 for i in range(size))
+
+
+def _primes_from(first: int, count: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        if all(first % divisor for divisor in range(2, math.isqrt(first) + 1)):
+            found.append(first)
+        first += 1
+    return found
 
 
 def _with_indexer(keys: Keys, spec: Spec) -> Spec:

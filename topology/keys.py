@@ -41,6 +41,9 @@ class Keys:
             self.fail(key, f"is {value}, expected {minimum} to 2^31 - 1")
         return int(value)
 
+    def has(self, key: str) -> bool:
+        return self.gguf.get(f"{self.architecture}.{key}", None) is not None
+
     def number(self, key: str, default: Any = REQUIRED) -> float:
         """A finite number that is not negative."""
         value = self.gguf.get(f"{self.architecture}.{key}", default, float)

@@ -6,6 +6,7 @@ Knows nothing of files, tensors' bytes, devices or ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -45,6 +46,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     used: int  # by each token
     ffn: int
     shared_ffn: int = 0  # 0: there is none
+    rounds_input: bool = False  # the router was trained on BF16, and sees its input so rounded
 
 
 class DeltaNet(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +76,10 @@ class NGrams(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     row_width: int
     conv_kernel: int
+    multipliers: tuple[int, ...]  # of the hash: of a token and the size - 1 before it
+    moduli: tuple[int, ...]  # of each head
+    offsets: tuple[int, ...]  # of each head's rows
+    boundary: int  # the token id that stands for everything before a beginning
 
 
 class Indexer(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +128,14 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     def rope_of(self, layer: int) -> Rope:
         is_window = self.cache_of(layer).window > 0
         return self.rope_window if self.rope_window and is_window else self.rope
+
+
+def as_chosen(spec: Spec, choices: Mapping[str, str]) -> Spec:
+    """With what a Plan's choices change: "router_input" is "f32" where it is not to be rounded."""
+    if spec.experts is None or choices.get("router_input") != "f32":
+        return spec
+    exact = msgspec.structs.replace(spec.experts, rounds_input=False)
+    return msgspec.structs.replace(spec, experts=exact)
 
 
 class SpecError(ValueError):

@@ -19,8 +19,10 @@ FIELDS = 5  # tokens, slots, positions, rope positions, continues; then the outp
 class BatchBuffer:
     """The device's packed array and its twin on the host."""
 
-    def __init__(self, ops: Ops, max_tokens: int, pages: tuple[Array, ...]) -> None:
-        self.ops, self.max_tokens, self.pages = ops, max_tokens, pages
+    def __init__(
+        self, ops: Ops, max_tokens: int, pages: tuple[Array, ...], history: Array | None = None
+    ) -> None:
+        self.ops, self.max_tokens, self.pages, self.history = ops, max_tokens, pages, history
         self.device = ops.zeros(((FIELDS + 1) * max_tokens,), np.int32)
         self.host = np.zeros((FIELDS + 1) * max_tokens, np.int32)
 
@@ -37,6 +39,7 @@ class BatchBuffer:
             outputs=self.device[FIELDS * tokens : FIELDS * tokens + outputs],
             pages=self.pages,
             generated=generated,
+            history=self.history,
         )
 
     def fill(self, rows: Sequence[Row], padding: int = 0, padding_slot: int = 0) -> Batch:

@@ -8,9 +8,10 @@ Which page or slot is free is the gateway's business.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from voltapile.kernels.families import FamilyOps
 from voltapile.kernels.ops import (
     DONE_BEFORE,
     MAX_LOGIT_BIAS,
@@ -21,7 +22,7 @@ from voltapile.kernels.ops import (
     Ops,
     slot_state,
 )
-from voltapile.topology.plan import Plan
+from voltapile.topology.plan import CacheGroup, Plan
 from voltapile.topology.share import Share
 from voltapile.workers.protocol import Copy, Sampling, Want
 
@@ -32,8 +33,9 @@ TRASH_PAGE = 0
 class LayerKV:
     """The cache of one layer and the group whose page table leads into it."""
 
-    kv: Any  # None where this rank has no KV head
-    group: int
+    kv: Any  # None where this rank has no KV head, or the layer no keys
+    group: int  # -1: of a layer without keys
+    index: Any = None  # of a layer that chooses blocks
 
 
 class Caches:
@@ -139,8 +141,16 @@ def _layers(plan: Plan, ops: Ops, share: Share) -> list[LayerKV]:
                     group.key_type,
                     group.value_type,
                 )
-            layers[layer] = LayerKV(kv, number)
-    return [layers[i] for i in share.layers]
+            index = None
+            if group.kind == "qsa":
+                index = _index_cache(ops, group)
+            layers[layer] = LayerKV(kv, number, index)
+    return [layers.get(i) or LayerKV(None, -1) for i in share.layers]
+
+
+def _index_cache(ops: Ops, group: CacheGroup) -> Any:
+    family = cast(FamilyOps, ops)
+    return family.index_cache(group.pages, group.page_tokens, group.index_dim, group.index_block)
 
 
 def _one(value: float, dtype: Any) -> np.ndarray:

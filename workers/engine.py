@@ -35,9 +35,10 @@ from voltapile.shm.board import Board
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.architectures import spec_of
 from voltapile.topology.plan import Plan
+from voltapile.topology.spec import as_chosen
 from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import Caches
-from voltapile.workers.group import meet
+from voltapile.workers.group import WAIT_SECONDS, meet
 from voltapile.workers.loading import TOGETHER, Progress, Stages, beside, comparison, shortage
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.not_finite import Search
@@ -84,7 +85,7 @@ class Engine:
 
     def load(self, progress: Progress = lambda stage, fraction: None) -> None:
         """Build the model, allocate caches, record the decode steps."""
-        spec = spec_of(self.gguf)
+        spec = as_chosen(spec_of(self.gguf), self.plan.choices)
         progress("weights", 0.0)
         kind = DummyWeights if self.is_dummy else FileWeights
         weights = kind.of_plan(
@@ -94,8 +95,11 @@ class Engine:
         self.model = model_class(spec.architecture)(spec, self.share, weights, self.ops)
         progress("caches", 0.0)
         self.caches = Caches(self.plan, self.ops, self.share)
+        self.model.allocate(self.plan.slots + 1)
         most_tokens = max(self.plan.batch_tokens, self.most_outputs)
-        self.buffer = BatchBuffer(self.ops, most_tokens, self.caches.pages)
+        self.buffer = BatchBuffer(
+            self.ops, most_tokens, self.caches.pages, self.caches.state.history
+        )
         self.out = step_output(self.ops, self.most_outputs)
         self.search = Search(
             self.model, self.caches.layers, self.buffer, self.ops, spec, self.share, self.is_alone
@@ -164,6 +168,7 @@ class Engine:
         """float32 [n, V] pieces of the logits after each token of one row."""
         self.ops.reset_scratch()
         batch = self.buffer.fill_all_outputs(slot, tokens, start)
+        self.ops.begin(batch, self.caches.state)  # which takes down the tokens
         hidden, _ = self.model.forward(batch, self.caches.layers)
         if hidden is None:
             return
@@ -329,7 +334,7 @@ def open_engine(
             if len(plan.ranks) > 1:
                 assert board is not None
                 stages("group", 0.0)
-                ops.join(meet(plan.id, board, rank))
+                ops.join(meet(plan.id, board, rank, WAIT_SECONDS[plan.backend]))
             engine = Engine(plan, ops, gguf, rank, is_dummy)
             engine.load(stages)
             log.info("%s", stages.summary(gguf.tensor_bytes))

@@ -96,10 +96,26 @@ class FileWeights:
         if name not in self.gguf.tensors:
             return ()
         part = self._part(name)
-        if part.columns[0] == part.columns[1]:
+        if part.columns[0] == part.columns[1] or part.experts[0] == part.experts[1]:
             return ()
+        if len(self.gguf.tensors[name].shape) == 3:
+            return (self._take_experts(name, part),)
         ranges = cut_of(name, self.spec, self.share).rows or part.rows
         return tuple(self._take(name, rows, part.columns) for rows in ranges if rows[0] < rows[1])
+
+    def merged(self, name: str) -> Weight:
+        """All rows of a tensor that this rank has, one behind another: copied, if they are not
+        neighbours."""
+        part = self._part(name)
+        assert part.rows, f"this rank has nothing of {name}"
+        if len(part.rows) == 1:
+            return self._take(name, part.rows[0], part.columns)
+        tensor = self.gguf.tensors[name]
+        data = self.gguf.data(name).reshape(tensor.shape[0], -1)
+        rows = np.concatenate([data[slice(*each)] for each in part.rows])
+        count = sum(end - begin for begin, end in part.rows)
+        self.gguf.forget(name)
+        return self.ops.weight(rows.reshape(-1), tensor.type_name, (count, *tensor.shape[1:]))
 
     def first_column(self, name: str) -> int:
         return self._part(name).columns[0]
@@ -125,10 +141,20 @@ class FileWeights:
         self.progress(min(1.0, self.done / self.total))
         return weight
 
+    def _take_experts(self, name: str, part: Part) -> Weight:
+        """Whole experts that are neighbours: nothing is copied but on request."""
+        tensor = self.gguf.tensors[name]
+        assert part.rows == ((0, tensor.shape[1]),), "experts are whole"
+        begin, end = part.experts
+        weight = self._weight(name, (end - begin, *tensor.shape[1:]), part.experts, None)
+        self.done += weight.nbytes
+        self.progress(min(1.0, self.done / self.total))
+        return weight
+
     def _weight(
         self, name: str, shape: tuple[int, ...], rows: Range, columns: Range | None
     ) -> Weight:
-        """columns: None where rows are not cut."""
+        """rows: of the first axis. columns: None where rows are not cut."""
         tensor, data = self.gguf.tensors[name], self.gguf.data(name)
         if rows != (0, tensor.shape[0]) or columns:
             data = data.reshape(tensor.shape[0], -1)[slice(*rows)]

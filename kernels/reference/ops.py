@@ -7,9 +7,8 @@ It knows nothing of speed: no scratch memory, no capture, key and value caches a
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from voltapile.kernels.ops import (
     rope_store_in_parts,
 )
 from voltapile.kernels.reference.collectives import ReferenceCollectives
+from voltapile.kernels.reference.ragged import rows_of
 from voltapile.kernels.reference.sampling import sample
 
 KEEP_BYTES = 4 << 30  # dequantised weights that are kept
@@ -248,7 +248,7 @@ class ReferenceOps(ReferenceCollectives):
         heads, key_dim, value_dim = len(head_map), cache.keys.shape[3], cache.values.shape[3]
         queries = q.reshape(len(q), heads, key_dim)
         out = np.zeros((len(q), heads, value_dim), np.float32)
-        for start, stop in _rows(batch.slots):
+        for start, stop in rows_of(batch.slots):
             positions = batch.positions[start:stop]
             table = batch.pages[group][batch.slots[start]]
             first = max(0, int(positions.min()) - window + 1) if window else 0
@@ -311,13 +311,6 @@ ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 def _own(weight: Weight) -> ReferenceWeight:
     assert isinstance(weight, ReferenceWeight)
     return weight
-
-
-def _rows(slots: np.ndarray) -> Iterator[tuple[int, int]]:
-    """The runs of neighbouring tokens that belong to one slot."""
-    borders = np.flatnonzero(np.diff(slots)) + 1
-    edges = [0, *borders.tolist(), len(slots)]
-    return itertools.pairwise(edges)
 
 
 def _read(

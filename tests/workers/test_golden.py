@@ -28,6 +28,17 @@ MODELS = [
     ("qwen3", "Q4_K_M"),
     ("gemma3", "Q8_0"),
 ]
+FAMILIES = [
+    ("qwen3moe", "f16"),
+    ("qwen3moe", "IQ4_NL"),
+    ("qwen3moe-k", "Q4_K_M"),
+    ("qwen3next", "Q8_0"),
+    ("qwen35", "Q8_0"),
+    ("qwen35-k", "Q4_K_M"),
+    ("qwen35moe", "Q8_0"),
+    ("qwen4exp", "f16"),
+    ("qwen4exp-k", "Q4_K_M"),
+]
 MINI = ("llama", "qwen2", "qwen3", "gemma3")
 LLAMA_CPP_KL = {
     ("llama-tied", "Q8_0"): 3.6e-3,
@@ -108,9 +119,13 @@ def test_reference_mini(mini: Path, engine_for: Make, drive: Make, model: str) -
     check_all(Golden(mini / model, ""), engine, drive)
 
 
-@pytest.mark.parametrize(("model", "kind"), MODELS)
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [*MODELS, *(pytest.param(*each, marks=pytest.mark.slow) for each in FAMILIES)],
+)
 def test_reference(golden: Path, engine_for: Make, drive: Make, model: str, kind: str) -> None:
-    engine = engine_for(golden / model / f"model-{kind}.gguf")
+    # The stored answers come from a router that sees float32.
+    engine = engine_for(golden / model / f"model-{kind}.gguf", router_input="f32")
     who = "hf" if kind in ("f16", "f32") else f"deq_{kind}"
     relative = GELU_TABLE if model == "gemma3" else RELATIVE
     check_all(Golden(golden / model, who), engine, drive, relative)

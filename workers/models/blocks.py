@@ -27,6 +27,9 @@ class Weights(Protocol):
     def fused(self, name: str) -> tuple[Weight | None, ...]:
         """What one tensor holds of several, e.g. of q, k and v; nothing where it is not there."""
 
+    def merged(self, name: str) -> Weight:
+        """This rank's rows of a tensor, one behind another, where they are not neighbours."""
+
     def first_column(self, name: str) -> int:
         """Where this rank's columns begin: at a quantisation block, so maybe before its own."""
 
@@ -35,10 +38,12 @@ class Weights(Protocol):
 
 
 class LayerCache(Protocol):
-    """Where a layer keeps its keys and values: an opaque cache and its group of pages."""
+    """Where a layer keeps its keys and values: an opaque cache and its group of pages. index: of
+    a layer that chooses blocks."""
 
     kv: Any
     group: int
+    index: Any
 
 
 class Model(ABC):
@@ -46,6 +51,10 @@ class Model(ABC):
 
     @abstractmethod
     def __init__(self, spec: Spec, share: Share, weights: Weights, ops: Ops) -> None: ...
+
+    @abstractmethod
+    def allocate(self, slots: int) -> None:
+        """Make what layers remember of each slot beside keys and values; once, after loading."""
 
     @abstractmethod
     def forward(
@@ -62,6 +71,12 @@ class Model(ABC):
     @abstractmethod
     def head(self, hidden: Array) -> Array:
         """Logits [R, V]."""
+
+
+class Stateful(Protocol):
+    """A part of a layer that remembers something of each slot."""
+
+    def allocate(self, slots: int) -> None: ...
 
 
 class Block(Protocol):
@@ -87,6 +102,13 @@ class Decoder(Model):
         self.output = self._output(weights)
         self.output_bias = weights.optional("output.bias")
         self.ropes = {block.rope: _frequencies(block.rope, weights) for block in self.blk.values()}
+
+    def allocate(self, slots: int) -> None:
+        for part in self.stateful():
+            part.allocate(slots)
+
+    def stateful(self) -> list[Stateful]:
+        return []
 
     def _output(self, weights: Weights) -> Weight | None:
         if not self.spec.tied:
@@ -116,15 +138,23 @@ class Decoder(Model):
         if not share.answers:
             ops.send(x, share.following)
             return None, tapped
-        assert self.output_norm is not None
-        last = ops.gather(x, batch.outputs)  # [R, D]
-        return ops.rms_norm(last, self.output_norm, self.spec.eps), tapped
+        return self._end(ops.gather(x, batch.outputs)), tapped
+
+    @property
+    def stream_width(self) -> int:
+        """Of what one rank hands on to the next."""
+        return self.spec.width
 
     def _begin(self, batch: Batch) -> Array:
         if not self.share.embeds:
-            return self.ops.receive((len(batch.slots), self.spec.width), self.share.previous)
+            return self.ops.receive((len(batch.slots), self.stream_width), self.share.previous)
         assert self.token_embd is not None
         return self.ops.embed(self.token_embd, batch.tokens, self.spec.embedding_scale)
+
+    def _end(self, x: Array) -> Array:
+        """What the output matrix takes, of the residual stream [R, D]."""
+        assert self.output_norm is not None
+        return self.ops.rms_norm(x, self.output_norm, self.spec.eps)
 
     def head(self, hidden: Array) -> Array:
         logits = None

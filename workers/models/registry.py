@@ -7,12 +7,22 @@ from voltapile.workers.models.gemma3 import Gemma3
 from voltapile.workers.models.llama import Llama
 from voltapile.workers.models.qwen2 import Qwen2
 from voltapile.workers.models.qwen3 import Qwen3
+from voltapile.workers.models.qwen3moe import Qwen3Moe
+from voltapile.workers.models.qwen3next import Qwen3Next
+from voltapile.workers.models.qwen4exp import Qwen4Exp
+from voltapile.workers.models.qwen35 import Qwen35
+from voltapile.workers.models.qwen35moe import Qwen35Moe
 
 MODELS: dict[str, type[Model]] = {
     "llama": Llama,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
     "gemma3": Gemma3,
+    "qwen3moe": Qwen3Moe,
+    "qwen3next": Qwen3Next,
+    "qwen35": Qwen35,
+    "qwen35moe": Qwen35Moe,
+    "qwen4exp": Qwen4Exp,
 }
 
 

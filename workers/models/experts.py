@@ -1,0 +1,55 @@
+"""A feed-forward net of routed experts, and one that every token takes."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+from voltapile.kernels.families import FamilyOps
+from voltapile.kernels.ops import Array, Batch, Ops
+from voltapile.topology.share import Share
+from voltapile.topology.spec import Spec
+from voltapile.workers.models.blocks import Weights
+
+
+class ExpertFFN:
+    """Every rank routes alike and computes its own experts; one sum over ranks at the end."""
+
+    def __init__(self, spec: Spec, share: Share, weights: Weights, layer: int, ops: Ops) -> None:
+        assert spec.experts is not None
+        blk = f"blk.{layer}"
+        self.ops, self.share, self.used = cast(FamilyOps, ops), share, spec.experts.used
+        self.is_rounded = spec.experts.rounds_input
+        self.ffn_gate_inp = weights(f"{blk}.ffn_gate_inp.weight")
+        self.counts = ops.zeros((2, spec.experts.count), np.int64)
+        self.table = None
+        if share.experts[0] < share.experts[1]:
+            names = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"
+            gate, up, down = (weights(f"{blk}.{name}.weight") for name in names)
+            self.table = self.ops.expert_table(gate, up, down, share.experts[0])
+        self.ffn_gate_inp_shexp = weights.optional(f"{blk}.ffn_gate_inp_shexp.weight")
+        self.ffn_gate_shexp = weights.optional(f"{blk}.ffn_gate_shexp.weight")
+        self.ffn_up_shexp = weights.optional(f"{blk}.ffn_up_shexp.weight")
+        self.ffn_down_shexp = weights.optional(f"{blk}.ffn_down_shexp.weight")
+
+    def __call__(self, h: Array, batch: Batch, add_to: Array | None = None) -> Array:
+        routing = self.ops.route(
+            h, self.ffn_gate_inp, self.used, self.counts, batch, self.is_rounded
+        )
+        y = None if self.share.is_part else add_to
+        if self.table is not None:
+            y = self.ops.experts(h, routing, self.table, y)
+        if self.ffn_gate_shexp is not None:
+            y = self._shared(h, y)
+        if self.share.is_part:
+            return self.ops.all_reduce(y, h.shape, add_to)
+        return y
+
+    def _shared(self, h: Array, add_to: Array | None) -> Array:
+        assert self.ffn_gate_shexp is not None
+        assert self.ffn_up_shexp is not None
+        assert self.ffn_down_shexp is not None
+        inner = self.ops.glu(h, self.ffn_gate_shexp, self.ffn_up_shexp, "silu")
+        if self.ffn_gate_inp_shexp is not None:
+            self.ops.gate_rows_(inner, h, self.ffn_gate_inp_shexp)
+        return self.ops.linear(inner, self.ffn_down_shexp, add_to=add_to)
