@@ -12,12 +12,13 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from voltapile.gateway.engine import Engine
 from voltapile.gateway.stream import Stream
 from voltapile.gateway.supervisor import Pulse, Restarts, Supervisor, plan_file, worker_command
-from voltapile.topology.plan import Plan, to_json
+from voltapile.topology.plan import Plan, sealed, to_json
 from voltapile.workers.protocol import Sampling
 
 Make = Callable[..., Any]
@@ -55,13 +56,16 @@ async def collect(stream: Stream, tokens: list[int]) -> str:
     raise AssertionError("a stream without an end")
 
 
-@pytest.mark.parametrize("mode", ["tensor", "layer"])
-async def test_any_rank_may_be_lost(mini: Path, plan_for: Make, tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "ahead"), [("tensor", 2), ("layer", 1), ("layer", 3)])
+async def test_any_rank_may_be_lost(
+    mini: Path, plan_for: Make, tmp_path: Path, mode: str, ahead: int
+) -> None:
     """No token is lost and none comes twice; what is told meanwhile is true."""
     plan = plan_for(
         mini / "llama/model-f16.gguf", "cpu", endpoint=f"ipc://{tmp_path}/s", ranks=RANKS,
         split_mode=mode, threads=RANKS,
     )  # fmt: skip
+    plan = sealed(msgspec.structs.replace(plan, steps_in_flight=ahead, id=""))
     async with serving(plan) as (engine, supervisor):
         await until(lambda: engine.health.status == "ok")
         assert sorted(engine.memory) == list(range(RANKS))

@@ -55,7 +55,8 @@ def do(task: tuple[Work, Future[Any]], engine: Engine) -> None:
 
 
 class Ranks:
-    """`run` and `prompt_logits` are an Engine's; `each` does the same on every rank."""
+    """`run` and `prompt_logits` are an Engine's; `each` does the same on every rank, `ask`
+    without waiting for it."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = msgspec.structs.replace(plan, id=uuid4().hex[:16])
@@ -67,11 +68,14 @@ class Ranks:
             self.close()
             raise
 
-    def each(self, work: Work) -> list[Any]:
+    def ask(self, work: Work) -> list[Future[Any]]:
         answers: list[Future[Any]] = [Future() for _ in self.ranks]
         for rank, answer in zip(self.ranks, answers, strict=True):
             rank.work.put((work, answer))
-        return [answer.result(PATIENCE) for answer in answers]
+        return answers
+
+    def each(self, work: Work) -> list[Any]:
+        return [answer.result(PATIENCE) for answer in self.ask(work)]
 
     def run(self, step: Step) -> Result:
         results: list[Result] = self.each(lambda engine: engine.run(step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from voltapile.topology.plan import PlanError
-from voltapile.workers.protocol import Row, Want
+from voltapile.workers.protocol import Row, Step, Want
 
 Make = Callable[..., Any]
 MINI = ("llama", "qwen2", "qwen3", "gemma3")
@@ -196,3 +197,32 @@ def test_company_and_preemption(mini: Path, ranks_for: Make, drive: Make, mode: 
     driver.held.clear()
     driver.free = [list(range(1, cache.pages)) for cache in group.plan.caches]
     assert driver.generate(IDS[:30], 8, **sampling) == expected[0]
+
+
+def test_chunks_pass_through_the_stages(mini: Path, ranks_for: Make, drive: Make) -> None:
+    """The first stage is done with chunks that the last one has not begun, and nothing changes."""
+    group = ranks_for(
+        mini / "llama/model-f16.gguf", "cpu", ranks=2, split_mode="layer", context=512
+    )
+    driver, last = drive(group), group.engines[1]
+    prompt = np.random.default_rng(6).integers(0, 640, 256).tolist()
+    expected = driver.generate(prompt, 4, chunk=64)
+    forward, may_begin, begun = last.model.forward, threading.Event(), []
+
+    def late(*args: Any) -> Any:
+        begun.append(may_begin.wait(20))
+        return forward(*args)
+
+    last.model.forward = late
+    rows = driver.start(0, prompt, 4, chunk=64)
+    steps = [Step(id=i, rows=[row]) for i, row in enumerate(rows)]
+    answers = [group.ask(lambda engine, step=step: engine.run(step)) for step in steps]
+    for first, _ in answers[:2]:
+        first.result(20)
+    assert not begun
+    may_begin.set()
+    tokens = answers[-1][1].result(20).rows[0].tokens
+    last.model.forward = forward
+    for _ in range(3):
+        tokens += driver.step([Row(slot=0)])[0].tokens
+    assert tokens == expected
