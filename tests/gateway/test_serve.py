@@ -247,12 +247,12 @@ def test_the_gateway_finds_a_worker_that_someone_else_starts(
     assert second.wait() == 0, "the gateway tells its workers to end"
 
 
-def test_all_of_it_with_the_real_worker(start: Start, mini: Path) -> None:
+@pytest.mark.parametrize("how", [["--backend", "reference"], ["--ranks", "3", "--device", "cpu"]])
+def test_all_of_it_with_real_workers(start: Start, mini: Path, how: list[str]) -> None:
     model = str(mini / "llama/model-f16.gguf")
     program = start(
-        COMMAND, "serve", "-m", model, "-c", "512", "--backend", "reference", "--port", "0",
-        "--api-key", "one,two",
-    )  # fmt: skip
+        COMMAND, "serve", "-m", model, "-c", "512", "--port", "0", "--api-key", "one,two", *how
+    )
     url = url_of(program)
     program.until("^ready")
     assert ask(f"{url}/health")[0] == 200
@@ -275,10 +275,15 @@ def test_all_of_it_with_the_real_worker(start: Start, mini: Path) -> None:
         for line in stream:
             if line.startswith(b"data: {"):
                 if not tokens:  # one worker less, and nobody notices
-                    os.kill(workers(program.process.pid)[0], signal.SIGKILL)
+                    os.kill(workers(program.process.pid)[-1], signal.SIGKILL)
                 tokens += json.loads(line[6:])["choices"][0].get("tokens", [])
     assert len(tokens) == 400
     assert tokens[:40] == whole["tokens"]
+    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": "Bearer one"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        memory = [line for line in answer if line.startswith(b"voltapile_memory_bytes{")]
+    ranks = int(how[1]) if "--ranks" in how else 1
+    assert {line.split(b'rank="')[1][:1].decode() for line in memory} == set("0123"[:ranks])
     program.signal(signal.SIGINT)
     assert program.wait() == 0
 
