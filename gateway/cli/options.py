@@ -87,13 +87,13 @@ def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
 def refuse_unbuilt(plan: Plan) -> None:
     """Raises PlanError for a Plan that this version can make and not carry out."""
     from voltapile.topology.plan import PlanError
-    from voltapile.workers.models.registry import MODELS
+    from voltapile.workers.models.registry import computable
 
-    if plan.architecture not in MODELS:
-        known = ", ".join(sorted(MODELS))
+    known = computable(plan.backend)
+    if plan.architecture not in known:
         raise PlanError(
             f"{plan.alias}: {plan.architecture} models can be planned (voltapile plan) and not "
-            f"computed yet; those that can: {known}"
+            f"computed by the {plan.backend} backend yet; those that can: {', '.join(known)}"
         )
 
 

@@ -26,6 +26,17 @@ MODELS: dict[str, type[Model]] = {
 }
 
 
+# What each backend has beyond the dense models: see kernels/families.py.
+HAVE_FAMILIES = ("reference",)
+FAMILIES = ("qwen3moe", "qwen3next", "qwen35", "qwen35moe", "qwen4exp")
+
+
+def computable(backend: str) -> list[str]:
+    """The architectures that a backend can compute."""
+    missing = () if backend in HAVE_FAMILIES else FAMILIES
+    return sorted(set(MODELS) - set(missing))
+
+
 def model_class(architecture: str) -> type[Model]:
     """Raises ValueError for an architecture that no file here describes."""
     if architecture not in MODELS:
