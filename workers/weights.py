@@ -52,7 +52,7 @@ class FileWeights:
     """The Weights of workers/models/blocks.py over one file, for one rank.
 
     In host memory, columns that are cut out of rows are copied; everything is, if `copies_all`.
-    The rest stays in the mapped file.
+    The rest stays in the mapped file. What is_uploaded to a GPU is not held here any longer.
     """
 
     def __init__(
@@ -64,9 +64,11 @@ class FileWeights:
         progress: Progress = lambda fraction: None,
         pages: HugePages | None = None,
         copies_all: bool = False,
+        is_uploaded: bool = False,
     ) -> None:
         self.gguf, self.ops, self.spec, self.share = gguf, ops, spec, share
         self.progress, self.pages, self.copies_all = progress, pages, copies_all
+        self.is_uploaded = is_uploaded
         self.total = max(1, sum(self._part(name).bytes for name in gguf.tensors))
         self.done = 0
 
@@ -78,7 +80,8 @@ class FileWeights:
         mine, tiers = plan.ranks[rank], {each.tier for each in plan.tensors.values()}
         copied = mine.memory["weights"] if "vram" not in tiers else 0
         pages = HugePages(copied) if copied else None
-        return cls(gguf, ops, spec, mine.share, progress, pages, "host" in tiers)
+        own = "host" in tiers, "vram" in tiers
+        return cls(gguf, ops, spec, mine.share, progress, pages, *own)
 
     def __call__(self, name: str) -> Weight:
         if name not in self.gguf.tensors:
@@ -164,7 +167,11 @@ class FileWeights:
         if self.pages is not None and (columns or self.copies_all):
             data = self.pages.copy(data)
             self.gguf.forget(name)
-        return self.ops.weight(np.ascontiguousarray(data).reshape(-1), tensor.type_name, shape)
+        raw = np.ascontiguousarray(data).reshape(-1)
+        weight = self.ops.weight(raw, tensor.type_name, shape)
+        if self.is_uploaded:
+            self.gguf.forget(name)
+        return weight
 
 
 class DummyWeights(FileWeights):

@@ -26,6 +26,23 @@ def test_every_byte_is_counted(mini: Path) -> None:
     assert 0.99 < seen[-1] <= 1.0
 
 
+@pytest.mark.parametrize("is_uploaded", [False, True])
+def test_what_was_uploaded_is_not_held(
+    mini: Path, monkeypatch: pytest.MonkeyPatch, is_uploaded: bool
+) -> None:
+    """Tensors that are read again, as a tied embedding's, are still there."""
+    forgotten: list[str] = []
+    with Gguf.open(mini / "llama/model-f16.gguf") as file:
+        spec, ops, forget = spec_of(file), ReferenceOps(), file.forget
+        monkeypatch.setattr(file, "forget", lambda name: (forgotten.append(name), forget(name)))
+        weights = FileWeights(file, ops, spec, whole(spec), is_uploaded=is_uploaded)
+        model_class("llama")(spec, whole(spec), weights, ops)
+        expected = set(file.tensors) - {"rope_freqs.weight"} if is_uploaded else set()
+        assert set(forgotten) == expected
+        again = weights("token_embd.weight")
+        assert np.isfinite(ops.dense(again)).all()
+
+
 def test_a_missing_tensor_is_named(mini: Path) -> None:
     with Gguf.open(mini / "llama/model-f16.gguf") as file:
         weights = FileWeights(file, ReferenceOps(), spec_of(file), whole(spec_of(file)))
