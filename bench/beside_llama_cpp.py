@@ -17,7 +17,10 @@ import json
 import statistics
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+
+from voltapile.gateway.cli.bench import machine_lock
 
 PEER = """
 import json, random, sys, xllamacpp
@@ -62,7 +65,10 @@ def medians(args: argparse.Namespace, model: str, threads: int) -> dict[str, dic
     runs: dict[str, list[dict[str, float]]] = {"voltapile": [], "llama.cpp": []}
     for seed in range(args.rounds):
         for engine, command in commands(args, model, threads, seed).items():
-            runs[engine].append(measure(command))
+            # voltapile bench waits for the machine by itself.
+            lock = nullcontext() if engine == "voltapile" else machine_lock()
+            with lock:
+                runs[engine].append(measure(command))
     return {
         engine: {key: statistics.median(one[key] for one in figures) for key in figures[0]}
         for engine, figures in runs.items()
