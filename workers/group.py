@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from voltapile.kernels.group import GroupError
@@ -23,7 +23,9 @@ from voltapile.shm.board import HANDLE_BYTES, HANDLES, Board
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # from the first rank's coming to the last's
-WAIT_SECONDS = 60.0  # for which a rank may let others wait in a step, or show no life while loading
+# For which a rank may let others wait in a step, or show no life while loading, by backend. On CPUs
+# a stage of layers may compute for long.
+WAIT_SECONDS = {"cuda": 20.0, "cpu": 60.0, "reference": 600.0}
 PAUSE_SECONDS = 1e-3
 MOST_BYTES = 2048
 MOST_RANKS = 56
@@ -40,6 +42,9 @@ _RECORD = np.dtype(
 
 class BoardGroup:
     """A Group (kernels/group.py). Made by `meet`."""
+
+    islands: Sequence[int] = ()
+    faults: Sequence[tuple[int, int]] = ()
 
     def __init__(self, plan_id: str, board: Board, rank: int, seconds: float) -> None:
         assert board.num_ranks <= MOST_RANKS, board.num_ranks
@@ -152,13 +157,15 @@ def meet(
     plan_id: str,
     board: Board,
     rank: int,
-    seconds: float = WAIT_SECONDS,
+    seconds: float = 60.0,
     start_seconds: float = START_SECONDS,
+    islands: Sequence[int] = (),
 ) -> BoardGroup:
     """The group of all ranks of the Board, once they have come. Before weights are loaded.
 
-    seconds: for which a rank may let others wait. Raises GroupError."""
+    seconds: for which a rank may let others wait. islands: as in Group. Raises GroupError."""
     group = BoardGroup(plan_id, board, rank, seconds)
+    group.islands = islands
     group.meet(start_seconds)
     log.info("rank %d has met %d ranks as %s", rank, group.ranks, group.name)
     return group
