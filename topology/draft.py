@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 from voltapile.shm.gguf import Tensor
-from voltapile.topology.budget import Budget, choose_context, show
+from voltapile.topology.budget import Budget, ShortageError, choose_context, show
 from voltapile.topology.layout import Layout, layout_of
 from voltapile.topology.machine import Machine
 from voltapile.topology.memory import Load, memory_of, row_bytes
@@ -28,7 +28,6 @@ from voltapile.topology.plan import (
     Override,
     Placement,
     Plan,
-    PlanError,
     RankPlan,
 )
 from voltapile.topology.ranks import Spread, divide_cpus
@@ -75,7 +74,6 @@ def draft_of(
     load = Load(options.slots or DEFAULT_SLOTS, options.batch_tokens, steps)
     groups = _cache_groups(spec, backend, options)
     layout = layout_of(spec, gguf.tensors, machine, backend, options, spread, load, groups)
-    _check_size(layout)
     devices = {name: rank for rank, name in enumerate(_devices(layout))}
     rules = rules_of(options, spec, devices, len(spread.shares)) if backend.in_vram else []
     obeyed = obey(rules, layout.tensors, spec)
@@ -96,9 +94,9 @@ def _check_size(layout: Layout) -> None:
     total = sum(total for _, total, _ in owners)
     if tensors > total:
         owner = next(iter(owners))[0] if len(owners) == 1 else f"{len(owners)} GPUs"
-        raise PlanError(
+        raise ShortageError(
             f"the model's tensors take {show(tensors)}, but {owner} has {show(total)} of memory "
-            "in all: take a smaller model or quantisation"
+            "in all"
         )
 
 
@@ -106,6 +104,7 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
     """The Plan, with the context that fits; not sealed yet."""
     layout, options = draft.layout, draft.layout.options
     spec, backend, mode = layout.spec, layout.backend, layout.spread.mode
+    _check_size(layout)
     warnings, slots = list(draft.warnings), layout.load.slots
     context, columns = choose_context(spec, draft.budget, slots, options, warnings)
     if options.batch_tokens < CHUNK + slots:
@@ -166,7 +165,9 @@ def _ranks(draft: Draft, context: int, columns: int, warnings: list[str]) -> lis
     options, in_vram = layout.options, layout.backend.in_vram
     shares, needs = layout.spread.shares, layout.needs(places)
     hosts = layout.host_needs(places)
-    homes = divide_cpus(layout.machine, len(shares), options.threads, warnings)
+    gpus = layout.machine.gpus
+    near = [gpus[place].node for place in layout.spread.places] if in_vram else []
+    homes = divide_cpus(layout.machine, len(shares), options.threads, warnings, near)
     pages = -(-context // layout.backend.page_tokens)
     devices = _devices(layout)
     found = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from math import factorial
 
@@ -80,6 +81,7 @@ def forecast(
     )
 
 
+@cache
 def busiest(used: int, ranks: int) -> float:
     """Expected number of a token's experts on the rank that has most of them.
 
@@ -110,7 +112,10 @@ def _reads(spec: Spec, tensors: Mapping[str, Tensor], plan: Plan, rank: RankPlan
         used = alike = 1.0
         if experts and role_of(name, spec) == "experts":
             alike = experts.used / experts.count
-            load = busiest(experts.used, ranks) if plan.mode == "experts" else experts.used
+            load = float(experts.used)
+            if plan.mode == "experts":  # ranks wait for the busiest, but share a CPU's memory
+                is_own = place.tier in ("vram", "pinned")
+                load = busiest(experts.used, ranks) if is_own else load / ranks
             mine = rank.share.experts[1] - rank.share.experts[0]
             used = min(1.0, load / max(1, mine))
         found.add(place.tier, nbytes, _bytes_a_value(tensor), used, alike)

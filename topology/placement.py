@@ -110,13 +110,13 @@ def _moves(
     moves = []
     if EMBEDDING in free and not spec.tied:
         moves.append(Move("the token embedding", [EMBEDDING], PINNED))
-    for layer, names in sorted(experts.items()):
-        moves.append(Move(f"experts {layer}", names, place))
+    for _, names in sorted(experts.items()):
+        moves.append(Move("the experts", names, place))
     if options.gpu_layers < 0:
         for layer, names in sorted(others.items()):
             if layer >= 0:
                 kept = frozenset() if place == PINNED else frozenset([layer])
-                moves.append(Move(f"layer {layer}", names, place, kept))
+                moves.append(Move("the rest", names, place, kept))
     return moves
 
 
@@ -176,14 +176,12 @@ def _fit_host(
 
 def _told(moves: Sequence[Move], context: int) -> str:
     """What was moved, in a sentence."""
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[tuple[str, str], list[int]] = {}
     for move in moves:
-        kind, _, layer = move.what.rpartition(" ")
-        name = kind if layer.isdigit() else move.what
-        kinds.setdefault(f"{name} ({move.place})", []).append(layer)
-    told = [
-        name if len(layers) == 1 and not layers[0].isdigit()
-        else f"{name.replace(' (', f' {layers[0]} to {layers[-1]} (')}"
-        for name, layers in kinds.items()
-    ]  # fmt: skip
+        kinds.setdefault((move.what, str(move.place)), []).append(layer_of(move.names[0]))
+    told = []
+    for (what, place), layers in kinds.items():
+        of = "" if layers[0] < 0 else f" of layer {layers[0]}"
+        of = f" of layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else of
+        told.append(f"{what}{of} ({place})")
     return f"to hold a context of {context}, VRAM goes without {', '.join(told)}"

@@ -94,9 +94,9 @@ def _best(drafts: Sequence[Draft], gguf: TensorTable) -> Plan:
     best = max(speed for speed, _ in plans)
     speed, found = [each for each in plans if each[0] * WORTH >= best][-1]
     if len(drafts) > 1 and speed:
-        slower = [f"{each:.0f} with {len(p.ranks)}" for each, p in plans if p is not found]
+        slower = [f"{each:.3g} with {len(p.ranks)}" for each, p in plans if p is not found]
         note = (
-            f"{len(found.ranks)} of {len(drafts[0].layout.spread.places)} GPUs: {speed:.0f} tokens "
+            f"{len(found.ranks)} of {len(drafts[0].layout.spread.places)} GPUs: {speed:.3g} tokens "
             f"a second are predicted, {', '.join(slower) or 'and fewer do not hold the model'}"
         )
         found = msgspec.structs.replace(found, notes=[*found.notes, note])
@@ -131,6 +131,6 @@ def _remedies(
             continue
         found.append(text)
     if not found:
-        found = ["a smaller model or quantisation", "a smaller -b or -np"]
+        found = ["a smaller model or quantisation"]
         found += ["-ngl 0 for the CPU"] if backend.in_vram else []
     return f"use {', or '.join(found)}"

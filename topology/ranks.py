@@ -188,31 +188,50 @@ def _shares(
 
 
 def divide_cpus(
-    machine: Machine, ranks: int, threads: int, warnings: list[str]
+    machine: Machine, ranks: int, threads: int, warnings: list[str], homes: Sequence[int] = ()
 ) -> list[tuple[int, list[int]]]:
-    """A node and CPUs for each of several ranks; threads: of all ranks together, 0: every core.
+    """A node and CPUs for each rank. threads: of all ranks together, 0: every core; homes: the
+    node of each rank's GPU.
 
-    Neighbouring ranks share a node. A rank has one CPU at least; where ranks outnumber CPUs, they
-    share them.
+    Without homes neighbouring ranks share a node. A rank has one CPU at least; where ranks
+    outnumber CPUs, they share them.
     """
-    if ranks == 1:
-        return [choose_cpus(machine, threads, warnings)]
-    nodes = [node for node in machine.nodes if node.cpus]
-    usable = sum(len(node.cpus) for node in nodes)
-    total = threads or sum(node.cores for node in nodes)
-    if machine.cpu_limit and not threads:
-        total = min(total, max(1, int(machine.cpu_limit)))
-    if total > usable:
+    nodes = {node.id: node for node in machine.nodes if node.cpus}
+    if len(homes) != ranks or not set(homes) <= set(nodes):
+        if ranks == 1:
+            return [choose_cpus(machine, threads, warnings)]
+        cores = [float(node.cores) for node in nodes.values()]
+        parts = zip(nodes, divide(ranks, cores), strict=True)
+        homes = [node for node, (first, last) in parts for _ in range(first, last)]
+    counts = _threads(machine, homes, threads, warnings)
+    found: dict[int, tuple[int, list[int]]] = {}
+    for node in nodes.values():
+        mine = [rank for rank, home in enumerate(homes) if home == node.id]
+        dealt = _deal(node, [counts[rank] for rank in mine])
+        found |= {rank: (node.id, cpus) for rank, cpus in zip(mine, dealt, strict=True)}
+    return [found[rank] for rank in range(ranks)]
+
+
+def _threads(
+    machine: Machine, homes: Sequence[int], threads: int, warnings: list[str]
+) -> list[int]:
+    """Of each rank: an even part of all threads, or of its node's cores."""
+    ranks = len(homes)
+    usable = sum(len(node.cpus) for node in machine.nodes)
+    cores = {node.id: node.cores for node in machine.nodes}
+    limit = max(1, int(machine.cpu_limit)) if machine.cpu_limit else usable
+    if threads > usable:
         warnings.append(f"-t {threads}: this process may use {usable} CPUs")
-        total = usable
     if 0 < threads < ranks:
         warnings.append(f"-t {threads}: each of {ranks} ranks has one thread at least")
-    found: list[tuple[int, list[int]]] = []
-    homes = divide(ranks, [float(node.cores) for node in nodes])
-    counts = divide(total, [1.0] * ranks)
-    for node, (first, last) in zip(nodes, homes, strict=True):
-        wanted = [max(1, end - begin) for begin, end in counts[first:last]]
-        found += [(node.id, cpus) for cpus in _deal(node, wanted)]
+    total = min(threads, usable) or min(limit, sum(cores[home] for home in set(homes)))
+    if threads or total == limit < usable:
+        return [max(1, end - begin) for begin, end in divide(total, [1.0] * ranks)]
+    found = []
+    for rank, home in enumerate(homes):
+        before, all_here = homes[:rank].count(home), homes.count(home)
+        begin, end = divide(cores[home], [1.0] * all_here)[before]
+        found.append(max(1, end - begin))
     return found
 
 

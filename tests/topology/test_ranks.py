@@ -190,6 +190,16 @@ def test_cpus_are_divided(laptop: Machine) -> None:
     assert warnings[1:] == ["-t 99: this process may use 12 CPUs"]
 
 
+def test_cpus_near_a_gpu(laptop: Machine) -> None:
+    servers = machine.load(DATA / "machines" / "two-sockets.json")
+    assert divide_cpus(servers, 1, 0, [], [1]) == [(1, list(range(8, 16)))]
+    assert divide_cpus(servers, 1, 2, [], [0]) == [(0, [0, 1])]
+    assert divide_cpus(servers, 3, 0, [], [1, 0, 1]) == [
+        (1, [8, 9, 10, 11]), (0, list(range(8))), (1, [12, 13, 14, 15]),
+    ]  # fmt: skip
+    assert divide_cpus(servers, 1, 0, [], [7]) == divide_cpus(servers, 1, 0, [])  # no such node
+
+
 def test_ranks_outnumber_cpus(laptop: Machine) -> None:
     node = msgspec.structs.replace(laptop.nodes[0], cpus=[0, 1], cores=2)
     small = msgspec.structs.replace(laptop, nodes=[node])

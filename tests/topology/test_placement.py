@@ -1,0 +1,105 @@
+"""What leaves VRAM when it does not fit, in which order, and where it goes."""
+
+from __future__ import annotations
+
+import msgspec
+from reference import CUDA, computer, header, plan_for, usual
+from voltapile.topology.architectures import spec_of
+from voltapile.topology.machine import Machine
+from voltapile.topology.plan import Options, Plan
+from voltapile.topology.planner import plan
+
+
+def layers_in(found: Plan, tier: str, stem: str) -> list[int]:
+    return [
+        int(name.split(".")[1])
+        for name, each in found.tensors.items()
+        if each.tier == tier and f".{stem}." in name
+    ]
+
+
+def with_memory(there: Machine, vram: int, host: int = 0) -> Machine:
+    gpus = [msgspec.structs.replace(gpu, free_bytes=vram) for gpu in there.gpus]
+    return msgspec.structs.replace(there, gpus=gpus, available_bytes=host or there.available_bytes)
+
+
+def test_everything_stays_where_it_fits() -> None:
+    found = usual("x86-4xv100-32gb", "qwen3-235b-a22b-q3k")
+    assert {each.tier for each in found.tensors.values()} == {"vram"}
+    assert found.shared == {}
+
+
+def test_the_embedding_goes_first_then_experts_from_the_first_layer_on() -> None:
+    found = usual("x86-2x2080ti", "qwen3-30b-a3b-q4km")
+    assert found.tensors["token_embd.weight"].tier == "pinned"
+    assert found.shared["token_embd.weight"] == found.tensors["token_embd.weight"].bytes
+    assert layers_in(found, "host", "ffn_up_exps") == [0, 1, 2, 3, 4]
+    assert layers_in(found, "host", "attn_q") == []
+    assert found.context >= 4096
+    assert found.notes[0] == (
+        "to hold a context of 4096, VRAM goes without the token embedding (pinned), "
+        "the experts of layers 0 to 4 (host)"
+    )
+
+
+def test_no_more_than_needed() -> None:
+    """With one layer less outside, the context would not fit."""
+    found = usual("x86-2x2080ti", "qwen3-30b-a3b-q4km")
+    rank = max(found.ranks, key=lambda rank: sum(rank.memory.values()))
+    layer = sum(each.bytes for name, each in found.tensors.items() if name.startswith("blk.4.ffn_"))
+    free = 10680 << 20
+    left = free - (256 << 20) - sum(rank.memory.values())
+    spare = (found.context - 4096) // 64 * sum(rank.page_bytes)
+    assert left + spare < layer / 2
+
+
+def test_a_dense_model_loses_layers_with_their_caches() -> None:
+    found = usual("x86-2x2080ti", "qwen35-27b-q8")
+    outside = layers_in(found, "host", "ffn_up")
+    assert outside == list(range(len(outside)))
+    assert 0 < len(outside) < 64
+    assert all(rank.host["kv"] > 0 for rank in found.ranks)
+
+
+def test_a_context_that_is_asked_for_counts() -> None:
+    small = plan_for("ac922-6xv100-16gb", "flash-next-q4", context=4096)
+    large = plan_for("ac922-6xv100-16gb", "flash-next-q4", context=262144)
+    moved = [len(layers_in(each, "pinned", "ffn_up_exps")) for each in (small, large)]
+    assert moved[0] < moved[1]
+    assert large.context == 262144
+
+
+def test_gpus_read_host_memory_where_that_is_faster() -> None:
+    """AC922: three GPUs at 68 GB/s empty a node's memory; PCIe is slower than the CPU."""
+    assert "pinned" in {
+        each.tier for each in usual("ac922-6xv100-16gb", "qwen3-235b-a22b-q3k").tensors.values()
+    }
+    assert layers_in(usual("ac922-6xv100-16gb", "qwen3-235b-a22b-q3k"), "host", "ffn_up_exps") == []
+    assert layers_in(usual("x86-2xv100-16gb", "qwen3-235b-a22b-q3k"), "pinned", "ffn_up_exps") == []
+
+
+def test_what_host_memory_does_not_hold_stays_in_the_file() -> None:
+    found = usual("x86-2x2080ti", "flash-next-q4")
+    assert found.tensors["per_layer_token_embd.weight"].tier == "mapped"
+    assert any(
+        "stay in the mapped file and are read from the drive" in note for note in found.notes
+    )
+    mapped = layers_in(found, "mapped", "ffn_up_exps")
+    host = layers_in(found, "host", "ffn_up_exps")
+    assert mapped
+    assert max(host) < min(mapped) + 1  # the last of those that left VRAM
+
+
+def test_without_fit_nothing_moves() -> None:
+    gguf, there = header("qwen3-8b-q4km"), with_memory(computer("x86-2xv100-16gb"), 8 << 30)
+    found = plan(spec_of(gguf), gguf, there, CUDA, Options(fit=False, split_mode="none"))
+    assert {each.tier for each in found.tensors.values()} == {"vram"}
+    assert found.context < 16384
+
+
+def test_a_short_context_is_better_than_weights_outside() -> None:
+    """As long as nobody asks for more: what is outside VRAM is slow."""
+    gguf, there = header("qwen3-8b-q4km"), with_memory(computer("x86-2xv100-16gb"), 7200 << 20)
+    found = plan(spec_of(gguf), gguf, there, CUDA, Options(split_mode="none"))
+    assert {each.tier for each in found.tensors.values()} == {"vram"}
+    assert found.context < 4096

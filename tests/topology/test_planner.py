@@ -1,0 +1,166 @@
+"""Plans of the reference machines: golden, quick, and never more than a memory holds."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from reference import CPU, CUDA, MACHINES, MODELS, computer, golden, header, plan_for, usual
+from voltapile.shm.gguf import Gguf
+from voltapile.topology.architectures import spec_of
+from voltapile.topology.plan import Options, PlanError, from_json, to_json, unbuilt
+from voltapile.topology.planner import largest_context, plan
+
+DATA = Path(__file__).parents[1] / "data"
+MINI = DATA / "golden-mini"
+
+
+@pytest.mark.parametrize("where", MACHINES)
+def test_golden(where: str) -> None:
+    """If a change is meant: python tests/topology/reference.py, and look at the difference."""
+    path = DATA / "plans" / f"{where}.json"
+    wanted = json.loads(path.read_text())
+    found = json.loads(json.dumps({model: golden(where, model) for model in MODELS}))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("where", MACHINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_memory_is_promised_twice(where: str, model: str) -> None:
+    there = computer(where)
+    try:
+        found = usual(where, model)
+    except PlanError:
+        assert where == "laptop"
+        return
+    margin = 256 << 20
+    free = {f"cuda:{gpu.index}": gpu.free_bytes for gpu in there.gpus} | {"cpu": 1 << 60}
+    for rank in found.ranks:
+        assert sum(rank.memory.values()) + margin <= free[rank.device]
+    host = sum(sum(rank.host.values()) for rank in found.ranks) + sum(found.shared.values())
+    host += sum(sum(rank.memory.values()) for rank in found.ranks if rank.device == "cpu")
+    assert host + margin <= there.available_bytes
+    assert from_json(to_json(found)) == found
+    counted = sum(each.bytes for each in found.tensors.values())
+    assert counted == sum(tensor.nbytes for tensor in header(model).tensors.values())
+    assert {each.split for each in found.tensors.values()} <= {"none", "rows", "columns", "experts"}
+
+
+def test_24576_experts_on_6_gpus_are_planned_quickly() -> None:
+    begin = time.process_time()
+    plan_for("ac922-6xv100-16gb", "flash-next-q4", context=262144)
+    assert time.process_time() - begin < 2
+
+
+def test_a_loadable_plan_is_all_in_vram() -> None:
+    assert unbuilt(usual("x86-2xh200", "qwen3-8b-q4km")) == ""
+    assert unbuilt(usual("laptop", "qwen3-8b-q4km")) == ""
+    found = unbuilt(usual("x86-2x2080ti", "qwen3-30b-a3b-q4km"))
+    assert "keeps weights outside VRAM" in found
+    assert "GiB host" in found
+    assert "can be planned and not computed yet" in found
+
+
+def test_gpus_are_chosen_by_forecast() -> None:
+    """Summing over islands costs more than it saves where a model is small."""
+    small = usual("ac922-6xv100-16gb", "qwen3-30b-a3b-q4km")
+    large = usual("ac922-6xv100-16gb", "qwen35-27b-q8")
+    assert (len(small.ranks), len(large.ranks)) == (3, 6)
+    assert small.notes[0].startswith("3 of 6 GPUs: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "devices"),
+    [
+        ({"split_mode": "none"}, "single", ["cuda:0"]),
+        ({"split_mode": "layer"}, "layer", [f"cuda:{i}" for i in range(6)]),
+        ({"ranks": 1}, "single", ["cuda:0"]),
+        ({"ranks": 3}, "tensor", ["cuda:0", "cuda:1", "cuda:2"]),
+        ({"ranks": 4}, "tensor", ["cuda:0", "cuda:1", "cuda:3", "cuda:4"]),  # two of each island
+        ({"devices": [4, 5]}, "tensor", ["cuda:4", "cuda:5"]),
+        ({"tensor_split": [1.0, 1.0, 0, 0, 0, 1.0]}, "tensor", ["cuda:0", "cuda:1", "cuda:5"]),
+    ],
+)  # fmt: skip
+def test_options_decide_first(options: dict[str, Any], mode: str, devices: list[str]) -> None:
+    found = plan_for("ac922-6xv100-16gb", "qwen3-8b-q4km", **options)
+    assert (found.mode, [rank.device for rank in found.ranks]) == (mode, devices)
+
+
+def test_processes_live_near_their_gpus() -> None:
+    found = usual("ac922-6xv100-16gb", "qwen35-27b-q8")
+    assert [rank.node for rank in found.ranks] == [0, 0, 0, 8, 8, 8]
+    used = [cpu for rank in found.ranks for cpu in rank.cpus]
+    assert len(set(used)) == len(used)
+
+
+def test_unequal_gpus_get_unequal_parts() -> None:
+    """A GPU with half as much free memory gets half as much."""
+    there = computer("x86-2xv100-16gb")
+    small = msgspec.structs.replace(there.gpus[1], free_bytes=there.gpus[0].free_bytes // 2)
+    there = msgspec.structs.replace(there, gpus=[there.gpus[0], small])
+    gguf = header("qwen3-8b-q4km")
+    found = plan(spec_of(gguf), gguf, there, CUDA, Options(split_mode="tensor"))
+    assert [rank.share.heads for rank in found.ranks] == [(0, 21), (21, 32)]
+    same = plan(spec_of(gguf), gguf, there, CUDA, Options(tensor_split=[1.0, 1.0]))
+    assert [rank.share.heads for rank in same.ranks] == [(0, 16), (16, 32)]
+
+
+def test_memory_that_the_user_knows_better() -> None:
+    plain = plan_for("x86-2xv100-16gb", "qwen3-8b-q4km", devices=[0])
+    larger = plan_for("x86-2xv100-16gb", "qwen3-8b-q4km", devices=[0], vram_bytes=[32 << 30])
+    assert larger.context > plain.context
+    with pytest.raises(PlanError, match="--vram: 3 sizes for 2 GPUs; give one, or one for each"):
+        plan_for("x86-2xv100-16gb", "qwen3-8b-q4km", vram_bytes=[1, 2, 3])
+    tables = [
+        plan_for("x86-2xv100-16gb", "flash-next-q4", host_bytes=size << 30).shared
+        for size in (120, 24)
+    ]
+    assert "per_layer_token_embd.weight" in tables[0]
+    assert "per_layer_token_embd.weight" not in tables[1]  # stays in the mapped file
+
+
+def test_a_shortage_names_what_would_help() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_for("x86-2xv100-16gb", "qwen3-8b-q4km", context=400_000, fit=False, split_mode="none")
+    told = str(caught.value)
+    assert told.startswith("not enough memory on GPU 0 (Tesla V100-PCIE-16GB): ")
+    assert "use -c 6" in told
+    assert "\n" not in told
+    with pytest.raises(PlanError, match="or -ctk q8_0 -ctv q8_0"):
+        plan_for("x86-2xv100-16gb", "qwen3-8b-q4km", context=99_000, split_mode="none", fit=False)
+    with pytest.raises(PlanError, match="use --fit on"):
+        plan_for("x86-2xv100-16gb", "qwen35-27b-q8", context=8192, fit=False)
+
+
+def test_largest_context_is_the_largest() -> None:
+    gguf, there = header("qwen3-8b-q4km"), computer("x86-2x2080ti")
+    spec, options = spec_of(gguf), Options(split_mode="none", fit=False)
+    largest = largest_context(spec, gguf, there, CUDA, options)
+    plan(spec, gguf, there, CUDA, msgspec.structs.replace(options, context=largest))
+    with pytest.raises(PlanError, match=f"use -c {largest}"):
+        plan(spec, gguf, there, CUDA, msgspec.structs.replace(options, context=largest + 64))
+
+
+def test_blocks_that_predict_next_tokens_take_nothing() -> None:
+    with Gguf.open(MINI / "qwen35-mtp" / "model-f16.gguf") as gguf:
+        found = plan(spec_of(gguf), gguf, computer("laptop"), CPU, Options())
+        unused = [name for name, each in found.tensors.items() if not each.ranks]
+        assert unused
+        assert all(name.startswith("blk.3.") for name in unused)
+        used = sum(each.bytes for each in found.tensors.values() if each.ranks)
+        assert found.ranks[0].mapped_bytes == used
+    assert found.warnings == []
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen35", "qwen35moe", "qwen3next", "qwen4exp"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_small_models_are_planned_on_any_number_of_ranks(name: str, ranks: int) -> None:
+    with Gguf.open(MINI / name / "model-f16.gguf") as gguf:
+        for mode in ("tensor", "experts") if "moe" in name else ("tensor",):
+            options = Options(ranks=ranks, split_mode=mode)
+            found = plan(spec_of(gguf), gguf, computer("laptop"), CPU, options)
+            assert found.mode == (mode if ranks > 1 else "single")
