@@ -70,6 +70,7 @@ def _describe_reference() -> dict[str, Any]:
 
 def _describe_cuda() -> dict[str, Any]:
     from voltapile.kernels.cuda.attention import KV_TYPES
+    from voltapile.kernels.cuda.links import ROOM
     from voltapile.kernels.cuda.matmul import FUSED_FROM, LIBRARY_FROM
     from voltapile.kernels.cuda.rows import FORMATS as WITH_HEADER
 
@@ -87,7 +88,7 @@ def _describe_cuda() -> dict[str, Any]:
         # Partial results of attention over long contexts, and alignment.
         "workspace_bytes": 96 << 20,
         "unpacked_bytes": 2.0,
-        "group_bytes": 0,
+        "group_bytes": ROOM,
         "choices": {"fused_from": str(FUSED_FROM), "library_from": str(LIBRARY_FROM)},
     }
 

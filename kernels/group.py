@@ -25,6 +25,8 @@ class Group(Protocol):
     abort_address: int  # a uint32 in shared memory; not 0: every wait gives up
     waits_for_address: int  # an int32: the rank whose data this rank waits for, or -1
     seconds: float  # after which a wait gives up
+    islands: Sequence[int]  # of each rank: only GPUs of one island write to each other; [] is one
+    faults: Sequence[tuple[int, int]]  # for tests: writer and reader of ways that do not work
 
     @property
     def name(self) -> str:

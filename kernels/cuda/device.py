@@ -26,7 +26,12 @@ NO_MEMORY = {
     driver.CUDADriverError: 2,
     cublas.CUBLASError: 3,
 }
+DeviceError = runtime.CUDARuntimeError
+ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: over NVLink, not over PCIe
 TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
+HOST_PORTABLE, HOST_MAPPED = 1, 2  # cudaHostRegister's flags
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_WITHOUT_ASKING = 48 << 10
 # Of cuBLAS: half and float32 values, sums in float32, the library's own choice of kernel.
@@ -215,6 +220,40 @@ class Device:
                 SUMS_IN_SINGLE,
                 ANY_KERNEL,
             )
+
+    # --- other processes ----------------------------------------------------------------------
+    def handle_of(self, memory: Memory) -> bytes:
+        """64 bytes by which another process on this machine opens whole `memory`."""
+        return bytes(runtime.ipcGetMemHandle(memory.ptr))
+
+    def open_handle(self, handle: bytes) -> int:
+        """Where another process's memory lies for this GPU's kernels. Raises DeviceError."""
+        runtime.setDevice(self.number)
+        return int(runtime.ipcOpenMemHandle(handle, LAZY_PEER_ACCESS))
+
+    def is_linked(self, other: int) -> bool:
+        """Whether the link to GPU `other` is more than PCIe."""
+        if other == self.number:
+            return True
+        value, devices = ctypes.c_int(), []
+        library = ctypes.CDLL("libcuda.so.1")
+        for number in (self.number, other):
+            device = ctypes.c_int()
+            if library.cuDeviceGet(ctypes.byref(device), number):
+                return False
+            devices.append(device)
+        failed = library.cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, *devices)
+        return not failed and bool(value.value)
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Page-lock host memory for this process; where the GPU sees it. Raises DeviceError."""
+        runtime.setDevice(self.number)
+        try:
+            runtime.hostRegister(address, nbytes, HOST_PORTABLE | HOST_MAPPED)
+        except DeviceError as error:
+            if error.status != ALREADY_REGISTERED:
+                raise
+        return int(runtime.pointerGetAttributes(address).devicePointer) or address
 
     # --- code ---------------------------------------------------------------------------------
     def function(self, code: bytes, name: str, is_early: bool = False) -> Function:

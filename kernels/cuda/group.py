@@ -1,42 +1,200 @@
-"""Collectives of the CUDA backend. So far only those of a group of one.
+"""Collectives of the CUDA backend: which kernel a sum, a message or a set of parts takes.
 
-Knows neither cupy nor processes.
+Small arrays go as packs that are polled for, large ones as pieces behind flags (csrc/group.cuh).
+All ranks choose alike, since only shapes and the group decide. Knows neither cupy nor processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from voltapile.kernels.cuda.launch import DeviceArray
-from voltapile.kernels.group import Group
+import numpy as np
+from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.links import BLOCKS, PACK_FLOATS, PIECE, SLOTS, Links
+from voltapile.kernels.ops import Arrival
+
+SUM = Instance("group_packs.cu", "group_sum", waits=True)
+SUM_SLICES = Instance("group_packs.cu", "group_sum_slices", waits=True)
+GATHER = Instance("group_packs.cu", "group_gather", waits=True)
+BROADCAST = Instance("group_packs.cu", "group_broadcast", waits=True)
+SUM_PIECES = Instance("group_pieces.cu", "group_sum_pieces", waits=True)
+SEND = Instance("group_pieces.cu", "group_send", waits=True)
+RECEIVE = Instance("group_pieces.cu", "group_receive", waits=True)
+PLACE = Instance("group_alone.cu", "group_place")
+ADD = Instance("group_alone.cu", "group_add")
+FILL = Instance("group_alone.cu", "group_fill")
+CHECK = Instance("group_alone.cu", "group_check")
+INSTANCES = [
+    *(SUM, SUM_SLICES, GATHER, BROADCAST, SUM_PIECES, SEND, RECEIVE),
+    *(PLACE, ADD, FILL, CHECK),
+]
+
+PUSH_BYTES = 640 << 10  # that a rank writes in all, up to which each part goes to everybody
+SLICE_BYTES = 1 << 20  # of an array up to which slices go as packs
+MOST_PACKS = BLOCKS * SLOTS  # of one launch
+FEWEST_THREADS, FAVOURED_BLOCKS = 64, 64
+PIECE_THREADS = 512
+
+
+def all_reduce(
+    ops: Launcher, links: Links, part: DeviceArray | None, out: DeviceArray, accumulate: bool
+) -> None:
+    """out (+)= the sum over ranks of part."""
+    count, adds = out.size, np.int32(accumulate)
+    arrays = links.record, 0 if part is None else part.ptr, out.ptr
+    if links.islands == 1 and (links.ranks - 1) * out.nbytes <= PUSH_BYTES:
+        grid, block = _packs(count)
+        ends = adds, np.int32(links.rank), np.int32(links.ranks)
+        ops.kernel(SUM)(grid, block, (*arrays, np.int64(0), np.int64(count), *ends))
+    elif out.nbytes > SLICE_BYTES and count % 4 == 0:
+        grid = _pieces(count, links.mates)
+        ops.kernel(SUM_PIECES)(grid, PIECE_THREADS, (*arrays, np.int64(count), adds))
+    else:
+        step = MOST_PACKS * PACK_FLOATS * links.mates
+        for first in range(0, count, step):
+            grid, block = _packs(-(-min(step, count - first) // links.mates))
+            numbers = np.int64(first), np.int64(count), adds
+            ops.kernel(SUM_SLICES)(grid, block, (*arrays, *numbers))
+
+
+def all_gather(
+    ops: Launcher, links: Links, part: DeviceArray | None, out: DeviceArray, widths: Sequence[int]
+) -> None:
+    rows, longest = len(out), len(out) * max(widths)
+    assert longest < 1 << 31, out
+    columns = ops.constant(np.cumsum([0, *widths]).astype(np.int32))
+    address = 0 if part is None else part.ptr
+    for first, grid, block in _launches(longest):
+        numbers = np.int64(first), np.int32(rows)
+        ends = columns.ptr, np.int32(links.rank), np.int32(links.ranks)
+        ops.kernel(GATHER)(grid, block, (links.record, address, out.ptr, *numbers, *ends))
+
+
+def broadcast_(ops: Launcher, links: Links, x: DeviceArray, source: int) -> None:
+    assert x.dtype.itemsize == 4, x
+    for first, grid, block in _launches(x.size):
+        numbers = np.int64(first), np.int64(x.size)
+        ends = np.int32(source), np.int32(links.rank), np.int32(links.ranks)
+        ops.kernel(BROADCAST)(grid, block, (links.record, x.ptr, *numbers, *ends))
+
+
+def send(ops: Launcher, links: Links, x: DeviceArray, target: int) -> None:
+    _pass_on(ops, SEND, links, x, target)
+
+
+def receive(ops: Launcher, links: Links, x: DeviceArray, source: int) -> None:
+    _pass_on(ops, RECEIVE, links, x, source)
+
+
+def place(ops: Launcher, x: DeviceArray, width: int, offset: int) -> DeviceArray:
+    rows, columns = x.shape
+    assert 0 <= offset <= offset + columns <= width, (x, width, offset)
+    out = ops.scratch((rows, width))
+    if rows:
+        numbers = np.int32(columns), np.int32(width), np.int32(offset)
+        ops.kernel(PLACE)((-(-width // 256), rows), 256, (x.ptr, out.ptr, *numbers))
+    return out
+
+
+def add(ops: Launcher, part: DeviceArray | None, out: DeviceArray, accumulate: bool) -> None:
+    """out (+)= part, or zeros."""
+    numbers = np.int64(out.size), np.int32(accumulate)
+    address = 0 if part is None else part.ptr
+    ops.kernel(ADD)((-(-out.size // 256),), 256, (address, out.ptr, *numbers))
+
+
+def _pass_on(ops: Launcher, kind: Instance, links: Links, x: DeviceArray, other: int) -> None:
+    assert x.size % 4 == 0, x
+    numbers = np.int64(x.size), np.int32(other)
+    ops.kernel(kind)(_pieces(x.size, 1), PIECE_THREADS, (links.record, x.ptr, *numbers))
+
+
+def _launches(count: int) -> list[tuple[int, tuple[int], int]]:
+    """(first float, grid, block) of each launch that moves packs of `count` floats."""
+    step = MOST_PACKS * PACK_FLOATS
+    return [(first, *_packs(min(step, count - first))) for first in range(0, count, step)]
+
+
+def _packs(count: int) -> tuple[tuple[int], int]:
+    """(grid, block) with a thread for each pack of `count` floats: some blocks of few threads."""
+    packs = -(-count // PACK_FLOATS)
+    threads = FEWEST_THREADS
+    while threads < SLOTS and threads * FAVOURED_BLOCKS < packs:
+        threads *= 2
+    return (-(-packs // threads),), threads
+
+
+def _pieces(count: int, mates: int) -> tuple[int]:
+    return (min(BLOCKS, -(-count // (mates * PIECE))),)
+
+
+class Watched:
+    """An Arrival that tells if the group has failed meanwhile."""
+
+    def __init__(self, arrival: Arrival, links: Links) -> None:
+        self._arrival, self._links = arrival, links
+
+    def is_there(self) -> bool:
+        return self._arrival.is_there()
+
+    def take(self) -> list[np.ndarray]:
+        found = self._arrival.take()
+        self._links.check()
+        return found
 
 
 class CudaCollectives:
-    """The part of CudaOps that concerns other ranks; see kernels/group.py."""
+    """The part of CudaOps that concerns other ranks; see kernels/group.py. wires.py makes links."""
 
-    def join(self, group: Group) -> None:
-        raise ValueError("several CUDA ranks are not built yet; use --ranks 1")
+    _links: Links | None = None
 
     def all_reduce(
         self, part: DeviceArray | None, shape: tuple[int, int], add_to: DeviceArray | None = None
     ) -> DeviceArray:
-        assert part is not None, "alone, a rank owns everything"
-        assert add_to is None, "alone, linear adds"
-        return part
+        assert part is None or part.shape == shape, (part, shape)
+        assert add_to is None or add_to.shape == shape, (add_to, shape)
+        ops = self._launcher()
+        if self._links is None and part is not None and add_to is None:
+            return part
+        out = ops.scratch(shape) if add_to is None else add_to
+        if self._links is None:
+            add(ops, part, out, add_to is not None)
+        else:
+            all_reduce(ops, self._links, part, out, add_to is not None)
+        return out
 
     def all_gather(self, part: DeviceArray | None, rows: int, widths: Sequence[int]) -> DeviceArray:
-        assert part is not None, "alone, a rank owns everything"
-        return part
+        if self._links is None:
+            assert part is not None, "alone, a rank owns everything"
+            return part
+        assert len(widths) == self._links.ranks, widths
+        out = self._launcher().scratch((rows, sum(widths)))
+        all_gather(self._launcher(), self._links, part, out, widths)
+        return out
 
     def broadcast_(self, x: DeviceArray, source: int) -> None:
-        pass
+        if self._links is not None:
+            broadcast_(self._launcher(), self._links, x, source)
 
     def send(self, x: DeviceArray, target: int) -> None:
-        raise AssertionError("alone")
+        assert self._links is not None, "alone"
+        send(self._launcher(), self._links, x, target)
 
     def receive(self, shape: tuple[int, int], source: int) -> DeviceArray:
-        raise AssertionError("alone")
+        assert self._links is not None, "alone"
+        out = self._launcher().scratch(shape)
+        receive(self._launcher(), self._links, out, source)
+        return out
 
     def place(self, x: DeviceArray, width: int, offset: int) -> DeviceArray:
-        assert (x.shape[1], offset) == (width, 0), "alone, a rank owns everything"
-        return x
+        return place(self._launcher(), x, width, offset)
+
+    def _watched(self, arrival: Arrival) -> Arrival:
+        return arrival if self._links is None else Watched(arrival, self._links)
+
+    def _check_group(self) -> None:
+        if self._links is not None:
+            self._links.check()
+
+    def _launcher(self) -> Launcher:
+        raise NotImplementedError

@@ -17,11 +17,13 @@ import numpy as np
 from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampling
 from voltapile.kernels.cuda.device import Device, Lane
 from voltapile.kernels.cuda.group import CudaCollectives
-from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel, Launcher
 from voltapile.kernels.cuda.loader import Loader
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
-from voltapile.kernels.cuda.memory import Blocks, Courier, Parcel, Ring, Scratch, Uploader
-from voltapile.kernels.ops import Batch, SlotState, StepOutput, Weight
+from voltapile.kernels.cuda.memory import Blocks, Courier, Ring, Scratch, Uploader
+from voltapile.kernels.cuda.wires import open_links
+from voltapile.kernels.group import Group
+from voltapile.kernels.ops import Arrival, Batch, SlotState, StepOutput, Weight
 from voltapile.shm.formats import format_of, row_bytes
 
 SLACK = 256  # bytes behind the last row of a matrix that kernels may read
@@ -187,9 +189,10 @@ class CudaOps(CudaCollectives):
         out = np.empty(x.shape, x.dtype)
         self._ring.fetch(x.ptr, out.reshape(-1).view(np.uint8))
         return out
+        self._check_group()
 
-    def fetch(self, arrays: Sequence[DeviceArray]) -> Parcel:
-        return self._courier.fetch(arrays)
+    def fetch(self, arrays: Sequence[DeviceArray]) -> Arrival:
+        return self._watched(self._courier.fetch(arrays))
 
     @contextmanager
     def capture(self) -> Iterator[CudaGraph]:
@@ -207,6 +210,13 @@ class CudaOps(CudaCollectives):
     def synchronize(self) -> None:
         self.device.synchronize()
 
+        self._check_group()
+
+    def join(self, group: Group) -> None:
+        self._links = open_links(self, group)
+
+    def _launcher(self) -> Launcher:
+        return self
     # --- the ends of a step -------------------------------------------------------------------
     def begin(self, batch: Batch, state: SlotState) -> None:
         self._step = len(batch.tokens), batch.generated

@@ -12,9 +12,9 @@ __all__ = ["INSTANCES", "Instance"]
 
 
 def _instances() -> list[Instance]:
-    from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampling
+    from voltapile.kernels.cuda import attention, dummy, group, heads, matmul, rows, sampling
 
-    modules = rows, sampling, dummy, matmul, attention, heads
+    modules = rows, sampling, dummy, matmul, attention, heads, group
     found = [instance for module in modules for instance in module.INSTANCES]
     assert len(set(found)) == len(found), "an instance is listed twice"
     return found

@@ -1,0 +1,183 @@
+// A group of ranks, as its kernels see it: where to write for each other rank and where to read
+// what it wrote, how far each pair has come, and how a wait ends.
+//
+// An exchange goes both ways between two ranks: each writes into one half of its room at the other
+// and reads the other half of none before the peer has answered. A block of a kernel counts its own
+// exchanges with each peer, and block b of all ranks makes the same ones; so a rank that writes
+// exchange n + 2 has seen the peer's n + 1, and the peer has read n. Two halves are enough.
+// Messages (send, receive) go one way and are acknowledged by a count of their own. A count has 32
+// bits: only a slot that lay unused for exactly 2^32 exchanges of its block could be misread.
+//
+// The numbers are written once more in kernels/cuda/links.py.
+#pragma once
+#include "group_wires.cuh"
+
+namespace voltapile {
+
+constexpr int MOST_RANKS = 16, BLOCKS = 128;
+constexpr int SLOTS = 512;    // packs of a block in one exchange
+constexpr int PIECE = 4096;   // floats of a block in one exchange of plain data
+constexpr int HALF_PACKS = BLOCKS * SLOTS;
+// A rank's room at another: packs, pieces, messages, flags.
+constexpr long long PACKS_AT = 0, PIECES_AT = 2LL * HALF_PACKS * 24;
+constexpr long long HALF_PIECES = 4LL * BLOCKS * PIECE;
+constexpr long long MESSAGES_AT = PIECES_AT + 2 * HALF_PIECES;
+constexpr long long FLAGS_AT = MESSAGES_AT + 2 * HALF_PIECES;
+enum Flag { PIECE_FLAG, SENT_FLAG, TAKEN_FLAG };  // each BLOCKS words
+
+enum Code { FINE, LATE, ENDED };
+
+struct Peer {
+  char* out;      // this rank's room there
+  char* in;       // its room here
+  int is_narrow;
+  int pad[3];
+};
+
+struct Group {
+  unsigned long long limit_ns;
+  const unsigned* abort;  // in host memory; not 0: give up
+  int* waits_for;         // in host memory: the rank that this one waits for, or -1
+  unsigned* report;       // in host memory: a Code and the rank that did not come
+  unsigned has_failed;    // all that waits gives up, now and later
+  int rank, ranks;
+  int mates, mate;        // of the island: how many, and which this rank is
+  int islands, island;
+  int pad;
+  int mate_ranks[MOST_RANKS], partner_ranks[MOST_RANKS];  // of the island; of the same place in each
+  Peer peers[MOST_RANKS];
+  unsigned packs[MOST_RANKS][BLOCKS];   // exchanges so far
+  unsigned pieces[MOST_RANKS][BLOCKS];
+  unsigned sent[MOST_RANKS][BLOCKS], taken[MOST_RANKS][BLOCKS];
+};
+
+// The patience of one thread in one kernel.
+class Wait {
+ public:
+  __device__ Wait(Group* group) : group_(group) {}
+
+  // Whether to look no longer for what rank `other` should have written.
+  __device__ bool is_over(int other) {
+    if ((++looks_ & 255) != 0) return false;
+    return look_up(other);
+  }
+  // All has come; after a failure it stays known for whom.
+  __device__ void end() {
+    if (has_told_ && !load_fresh(&group_->has_failed))
+      store_fresh(reinterpret_cast<unsigned*>(group_->waits_for), ~0u);
+  }
+
+ private:
+  static constexpr unsigned long long SOON = 10000000;  // ns before others are told of a wait
+
+  __device__ bool look_up(int other) {
+    const unsigned long long now = now_ns();
+    if (began_ == 0) began_ = now;
+    if (load_fresh(&group_->has_failed)) return true;
+    const unsigned long long waited = now - began_;
+    if (waited > group_->limit_ns) return fail(LATE, other);
+    if (threadIdx.x % 32 != 0) return false;  // few look at the host's memory
+    if (load_fresh(group_->abort)) return fail(ENDED, other);
+    if (!has_told_ && waited > SOON) {
+      store_fresh(reinterpret_cast<unsigned*>(group_->waits_for), other);
+      has_told_ = true;
+    }
+    return false;
+  }
+
+  __device__ bool fail(Code code, int other) {
+    if (swap(&group_->has_failed, 1) == 0) {
+      store_fresh(reinterpret_cast<unsigned*>(group_->waits_for), other);
+      store_fresh(group_->report + 1, other);
+      order_all();
+      store_fresh(group_->report, code);
+    }
+    return true;
+  }
+
+  Group* group_;
+  unsigned looks_ = 0;
+  unsigned long long began_ = 0;
+  bool has_told_ = false;
+};
+
+__device__ __forceinline__ char* slot_of(char* room, unsigned exchange, int is_narrow) {
+  const long long at = static_cast<long long>(exchange & 1) * HALF_PACKS + blockIdx.x * SLOTS;
+  return room + PACKS_AT + (is_narrow ? at * 24 + threadIdx.x * 8 : (at + threadIdx.x) * 16);
+}
+
+// This thread's pack of an exchange of its block.
+__device__ __forceinline__ void push(const Peer& peer, unsigned exchange, Words words) {
+  char* slot = slot_of(peer.out, exchange, peer.is_narrow);
+  if (!peer.is_narrow) return store_wide(slot, words, exchange);
+  store_narrow(slot, words.x, exchange);
+  store_narrow(slot + SLOTS * 8, words.y, exchange);
+  store_narrow(slot + SLOTS * 16, words.z, exchange);
+}
+
+// What the peer has pushed; after a failure anything.
+__device__ __forceinline__ Words pull(const Peer& peer, int other, unsigned exchange, Wait& wait) {
+  const char* slot = slot_of(peer.in, exchange, peer.is_narrow);
+  Words words = {0, 0, 0};
+  if (!peer.is_narrow) {
+    while (!load_wide(slot, exchange, &words) && !wait.is_over(other)) {
+    }
+    return words;
+  }
+  while (!load_narrow(slot, exchange, &words.x) && !wait.is_over(other)) {
+  }
+  while (!load_narrow(slot + SLOTS * 8, exchange, &words.y) && !wait.is_over(other)) {
+  }
+  while (!load_narrow(slot + SLOTS * 16, exchange, &words.z) && !wait.is_over(other)) {
+  }
+  return words;
+}
+
+__device__ __forceinline__ float* piece_of(char* room, unsigned exchange) {
+  return reinterpret_cast<float*>(room + PIECES_AT + (exchange & 1) * HALF_PIECES) +
+         blockIdx.x * PIECE;
+}
+__device__ __forceinline__ float* message_of(char* room, unsigned number) {
+  return reinterpret_cast<float*>(room + MESSAGES_AT + (number & 1) * HALF_PIECES) +
+         blockIdx.x * PIECE;
+}
+__device__ __forceinline__ unsigned* flag_of(char* room, Flag flag) {
+  return reinterpret_cast<unsigned*>(room + FLAGS_AT) + flag * BLOCKS + blockIdx.x;
+}
+
+// Counters wrap round.
+__device__ __forceinline__ bool has_reached(unsigned value, unsigned target) {
+  return static_cast<int>(value - target) >= 0;
+}
+
+// One thread waits until a flag in this rank's memory has come to `target`.
+__device__ __forceinline__ void await(const unsigned* flag, unsigned target, int other,
+                                      Wait& wait) {
+  while (!has_reached(load_flag(flag), target) && !wait.is_over(other)) {
+  }
+}
+
+// Three floats of an array of `count`; zeros behind its end, and of an array that is null.
+__device__ __forceinline__ Words words_at(const unsigned* x, long long first, long long count) {
+  Words words = {0, 0, 0};
+  if (x == nullptr) return words;
+  if (first < count) words.x = x[first];
+  if (first + 1 < count) words.y = x[first + 1];
+  if (first + 2 < count) words.z = x[first + 2];
+  return words;
+}
+
+struct Sum {
+  float x, y, z;
+  __device__ void start(Words w) {
+    x = __uint_as_float(w.x), y = __uint_as_float(w.y), z = __uint_as_float(w.z);
+  }
+  __device__ void add(Words w) {
+    x += __uint_as_float(w.x), y += __uint_as_float(w.y), z += __uint_as_float(w.z);
+  }
+  __device__ Words words() const {
+    return {__float_as_uint(x), __float_as_uint(y), __float_as_uint(z)};
+  }
+};
+
+}  // namespace voltapile

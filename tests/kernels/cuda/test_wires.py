@@ -1,0 +1,243 @@
+"""Ways between GPUs are opened, proven and replaced: with processes for ranks and no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import mmap
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+from voltapile.kernels.cuda import group as launchers
+from voltapile.kernels.cuda.links import ROOM, Links
+from voltapile.kernels.group import GroupError
+from voltapile.shm.board import Board
+from voltapile.workers.group import meet
+
+from .emulation import EmulatedOps, has_compiler
+
+FORK = multiprocessing.get_context("fork")
+PATIENCE = 120.0
+RANKS = 4
+UNREACHABLE = 217  # cudaErrorPeerAccessUnsupported
+
+Pair = tuple[int, int]
+
+
+class HostDevice:
+    """A Device whose memory is shared with the other ranks' processes. broken: pairs of this rank
+    and another whose memory cannot be opened; deaf: those where what is written gets lost."""
+
+    def __init__(self, memory: np.ndarray, rank: int, broken: set[Pair], deaf: set[Pair]) -> None:
+        self.number, self.memory = rank, memory
+        self._broken = {pair[1] for pair in broken if pair[0] == rank}
+        self._deaf = {pair[1] for pair in deaf if pair[0] == rank}
+        self.failure: type[Exception] = Exception
+
+    def allocate(self, nbytes: int, purpose: str) -> Any:
+        assert (nbytes, purpose) == (RANKS * ROOM, "communication")
+        return SimpleNamespace(ptr=self._place(self.number), nbytes=nbytes)
+
+    def _place(self, rank: int) -> int:
+        return int(self.memory.ctypes.data) + rank * RANKS * ROOM
+
+    def clear(self, ptr: int, nbytes: int) -> None:
+        ctypes.memset(ptr, 0, nbytes)
+
+    def send(self, target: int, pinned: int, nbytes: int) -> None:
+        ctypes.memmove(target, pinned, nbytes)
+
+    def synchronize(self) -> None:
+        pass
+
+    def handle_of(self, memory: Any) -> bytes:
+        return self.number.to_bytes(64, "little")
+
+    def open_handle(self, handle: bytes) -> int:
+        other = int.from_bytes(handle, "little")
+        if other in self._broken:
+            raise self.failure(UNREACHABLE)
+        if other in self._deaf:
+            self._elsewhere = np.zeros(RANKS * ROOM, np.uint8)
+            return int(self._elsewhere.ctypes.data)
+        return self._place(other)
+
+    def is_linked(self, other: int) -> bool:
+        return {self.number, other} != {0, 1}
+
+    def register(self, address: int, nbytes: int) -> int:
+        return address
+
+    def event(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, first: float, last: float) -> float:
+        return last - first
+
+
+@pytest.fixture
+def wires(fake_cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    fake_cupy.install(monkeypatch, fake_cupy.Gpu(copies=True))
+    return importlib.import_module("voltapile.kernels.cuda.wires")
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedOps:
+    if not has_compiler():
+        pytest.skip("there is no g++")
+    ops = EmulatedOps(70, Path(tmp_path_factory.mktemp("emulated")), 96 << 10)
+    for instance in launchers.INSTANCES:
+        ops.kernel(instance)
+    return ops
+
+
+Opened = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def opened(
+    wires: Any, emulated: EmulatedOps, fake_cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Opened]:
+    """opened(...) -> of each rank (islands, narrow peers, warnings, whether sums are right), or
+    what it raised."""
+    monkeypatch.setattr(wires.proof, "REPEATS", 1)
+    name = f"test-{uuid4().hex[:12]}"
+    board = Board.create(name, RANKS)
+    shared = mmap.mmap(-1, RANKS * RANKS * ROOM)
+    memory = np.frombuffer(shared, np.uint8)
+
+    def live(rank: int, pipe: Connection, options: dict[str, Any]) -> None:
+        try:
+            found: Any = one(rank, **options)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        pipe.send(found)
+        os._exit(0)
+
+    def one(
+        rank: int,
+        broken: set[Pair] = frozenset(),  # type: ignore[assignment]
+        deaf: set[Pair] = frozenset(),  # type: ignore[assignment]
+        islands: Sequence[int] = (),
+        faults: Sequence[Pair] = (),
+    ) -> Any:
+        told: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        wires.log.addHandler(handler)
+        mine = Board.open(name, RANKS)
+        mine.join(rank)
+        group = meet(name, mine, rank, 30.0, PATIENCE, islands)
+        group.faults = faults
+        ops: Any = emulated
+        ops.device = HostDevice(memory, rank, set(broken), set(deaf))
+        ops.device.failure = fake_cupy.CUDARuntimeError
+        links = wires.open_links(ops, group)
+        record = record_at(links)
+        narrow = [other for other in range(RANKS) if record["peers"][other]["is_narrow"]]
+        return links.islands, links.mates, narrow, told, sums_are_right(ops, links)
+
+    def open_all(**options: Any) -> list[Any]:
+        pipes, processes = [], []
+        for rank in range(RANKS):
+            ours, theirs = FORK.Pipe(duplex=False)
+            process = FORK.Process(target=live, args=(rank, theirs, options))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            for pipe in pipes:
+                assert pipe in wait([pipe], PATIENCE), "a rank hangs"
+            return [pipe.recv() for pipe in pipes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+    yield open_all
+    board.close()
+
+
+def record_at(links: Links) -> Any:
+    from voltapile.kernels.cuda.links import RECORD
+
+    raw = (ctypes.c_uint8 * RECORD.itemsize).from_address(links.record)
+    return np.frombuffer(raw, RECORD)[0]
+
+
+def sums_are_right(ops: EmulatedOps, links: Links) -> bool:
+    """A small sum and parts side by side, which take every way."""
+    x = np.arange(600, dtype=np.float32) + links.rank
+    out = ops.scratch((1, 600))
+    launchers.all_reduce(ops, links, ops.array(x), out, False)
+    total = RANKS * np.arange(600) + sum(range(RANKS))
+    wide = ops.scratch((1, 600 * RANKS))
+    launchers.all_gather(ops, links, ops.array(x), wide, [600] * RANKS)
+    links.check()
+    parts = np.hstack([np.arange(600) + rank for rank in range(RANKS)])
+    return bool((ops.to_host(out)[0] == total).all() and (ops.to_host(wide)[0] == parts).all())
+
+
+def test_all_reach_each_other(opened: Opened) -> None:
+    narrow = {0: [1], 1: [0]}  # by PCIe
+    for rank, found in enumerate(opened()):
+        assert found == (1, RANKS, narrow.get(rank, []), [], True)
+
+
+def test_islands_that_are_declared_go_by_the_host(opened: Opened) -> None:
+    for rank, found in enumerate(opened(islands=[0, 1, 0, 1])):
+        others = [other for other in range(RANKS) if (other - rank) % 2]
+        assert found == (2, 2, others, [], True)
+
+
+def test_a_pair_that_cannot_be_opened_goes_by_the_host(opened: Opened) -> None:
+    for rank, found in enumerate(opened(broken={(2, 3)})):
+        narrow = {0: [1], 1: [0], 2: [3], 3: [2]}[rank]
+        assert found[:3] == (1, RANKS, narrow)
+        assert found[4]
+
+
+@pytest.mark.parametrize("options", [{"deaf": {(2, 3)}}, {"faults": [(2, 3)]}], ids=str)
+def test_a_pair_whose_pattern_is_lost_goes_by_the_host(
+    opened: Opened, options: dict[str, Any]
+) -> None:
+    for rank, found in enumerate(opened(**options)):
+        narrow = {0: [1], 1: [0], 2: [3], 3: [2]}[rank]
+        assert found[:3] == (1, RANKS, narrow)
+        lost = ["what rank 2 writes to rank 3's GPU does not arrive: the two go by host memory"]
+        assert found[3] == (lost if rank == 2 else [])
+        assert found[4]
+
+
+def test_host_memory_that_does_not_carry_is_an_error(
+    opened: Opened, wires: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = opened_with_lost_mail(opened, wires, monkeypatch)
+    text = "what rank 0 writes to rank 1 does not arrive, by host memory neither"
+    assert found == [f"{GroupError.__name__}: {text}"] * RANKS
+
+
+def opened_with_lost_mail(opened: Opened, wires: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    real = wires._mailboxes
+    lost: list[np.ndarray] = []
+
+    def elsewhere(each: Any) -> dict[int, int]:
+        boxes: dict[int, int] = real(each)
+        if each.group.rank == 0:
+            lost.append(np.zeros(RANKS * ROOM, np.uint8))
+            boxes[1] = int(lost[0].ctypes.data)
+        return boxes
+
+    monkeypatch.setattr(wires, "_mailboxes", elsewhere)
+    return opened(islands=[0, 1, 0, 1])
