@@ -19,12 +19,16 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._special = special
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = b""  # the beginning of a character
 
     def push(self, ids: Iterable[int]) -> str:
         """The characters that these tokens complete."""
-        return self._decoder.decode(self._tokenizer.join(ids, special=self._special))
+        data = self._rest + self._tokenizer.join(ids, special=self._special)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that never became complete."""
-        return self._decoder.decode(b"", final=True)
+        rest, self._rest = self._rest, b""
+        return rest.decode("utf-8", "replace")

@@ -14,13 +14,14 @@ from voltapile.gateway.request import Chunk, Request
 
 
 class Stream:
-    """An asynchronous iterator of Chunk, for one reader; the last chunk has a finish."""
+    """For one reader, who iterates over Chunks or listens; the last chunk has a finish."""
 
     def __init__(self, request: Request, cancel: Callable[[Request], None]) -> None:
         self.request = request
         self._cancel = cancel
         self._chunk: Chunk | None = None
         self._has_chunk = asyncio.Event()
+        self._tell: Callable[[], None] = self._has_chunk.set
         self._ended = False
 
     def __aiter__(self) -> Self:
@@ -30,10 +31,22 @@ class Stream:
         if self._ended:
             raise StopAsyncIteration
         await self._has_chunk.wait()
-        chunk, self._chunk = self._chunk, None
-        assert chunk is not None
         self._has_chunk.clear()
+        chunk = self.take()
+        assert chunk is not None
         self._ended = bool(chunk.finish)
+        return chunk
+
+    def listen(self, tell: Callable[[], None]) -> None:
+        """Call `tell` whenever there is something to take, in the engine's own call: a task that
+        wakes up costs more than a token. It must not raise."""
+        self._tell = tell
+        if self._chunk is not None:
+            tell()
+
+    def take(self) -> Chunk | None:
+        """All that has come and nobody has taken."""
+        chunk, self._chunk = self._chunk, None
         return chunk
 
     @property
@@ -50,4 +63,4 @@ class Stream:
             self._chunk = chunk
         else:
             self._chunk.extend(chunk)
-        self._has_chunk.set()
+        self._tell()

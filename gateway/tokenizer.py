@@ -25,6 +25,8 @@ from voltapile.gateway.vocabulary import (
 
 __all__ = ["Tokenizer", "TokenizerError"]
 
+HIDDEN = (CONTROL, UNKNOWN)  # kinds that are no part of an answer's text
+
 
 class HasMetadata(Protocol):
     """A Gguf, as far as a tokenizer needs it."""
@@ -98,7 +100,13 @@ class Tokenizer:
 
     def join(self, ids: Iterable[int], *, special: bool = False) -> bytes:
         """The bytes of tokens in a row; control tokens are nothing unless `special`."""
-        return b"".join(self.token_bytes(i) for i in ids if special or not self.is_special(i))
+        data, starts, kinds = self._bytes, self._starts, self._kinds
+        parts = []
+        for i in ids:
+            self._check(i)
+            if special or kinds[i] not in HIDDEN:
+                parts.append(data[starts[i] : starts[i + 1]])
+        return b"".join(parts)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for; for a control token those of its name."""
@@ -108,7 +116,7 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         """True for control and unknown tokens, which are no part of an answer's text."""
         self._check(token)
-        return self._kinds[token] in (CONTROL, UNKNOWN)
+        return self._kinds[token] in HIDDEN
 
     def _check(self, token: int) -> None:
         if not 0 <= token < len(self._kinds):

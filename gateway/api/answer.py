@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
+from voltapile.gateway.api import codec
 from voltapile.gateway.api.errors import json_response
-from voltapile.gateway.api.generate import Delta, Generation, Outcome, merged, usage
+from voltapile.gateway.api.generate import Delta, Generation, Outcome, usage
 from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.services import Services
-from voltapile.gateway.api.sse import EventStream
+from voltapile.gateway.api.sse import EventStream, event
+
+MARK = "\0"  # a text that no alias can hold
 
 
 class Shape(Protocol):
@@ -75,21 +78,96 @@ async def _streamed(
         keepalive_seconds=services.keepalive_seconds,
         write_seconds=services.write_seconds,
     )
-    async with events, aclosing(merged(generations)) as deltas:
-        async for delta in deltas:
-            choices = shape.events(delta)
-            _with_tokens(choices[0], delta.tokens, options)
-            payloads = [head | {"choices": [choice]} for choice in choices]
-            if options.continuous_usage or options.include_usage:
-                counts = usage(generations) if options.continuous_usage else None
-                payloads = [payload | {"usage": counts} for payload in payloads]
-            if delta.finish:
-                payloads[-1]["timings"] = generations[delta.index].timings()
-            await events.send(*payloads)
+    async with events:
+        await _Feed(events, Payloads(head, shape, generations, options), generations).run()
         if options.include_usage:
             await events.send(head | {"choices": [], "usage": usage(generations)})
         await events.done()
     return events.response
+
+
+class _Feed:
+    """Writes the deltas of all generations as they come, until each has a finish.
+
+    A token is written in the very call in which the engine has it. While the client does not read,
+    tokens wait in their streams, which merge them.
+    """
+
+    def __init__(
+        self, events: EventStream, payloads: Payloads, generations: list[Generation]
+    ) -> None:
+        self._events, self._payloads, self._generations = events, payloads, generations
+        self._open = len(generations)
+        self._error: Exception | None = None
+        self._is_paused = False  # the client does not read, or nothing more is to be written
+        self._was_paused = asyncio.Event()
+
+    async def run(self) -> None:
+        try:
+            for generation in self._generations:
+                generation.listen(partial(self._take, generation))
+            while self._open:
+                await self._was_paused.wait()
+                if self._error is not None:
+                    raise self._error
+                await self._events.drain()
+                self._was_paused.clear()
+                self._is_paused = False
+                for generation in self._generations:
+                    self._take(generation)
+        finally:
+            self._is_paused = True
+
+    def _take(self, generation: Generation) -> None:
+        """Never raises: the engine calls it."""
+        if self._is_paused:
+            return
+        try:
+            delta = generation.take()
+            if delta is not None:
+                self._open -= bool(delta.finish)
+                self._events.write(self._payloads.events(delta))
+        except Exception as error:
+            self._error = error
+        if self._error is not None or not self._open or self._events.is_full:
+            self._is_paused = True
+            self._was_paused.set()
+
+
+class Payloads:
+    """The bytes of events. Most differ only in a text: they are written once, and patched."""
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        shape: Shape,
+        generations: list[Generation],
+        options: Options,
+    ) -> None:
+        self._head, self._shape, self._options = head, shape, options
+        self._generations = generations
+        self._is_plain = not options.return_tokens and not options.continuous_usage
+        self._around: dict[int, list[bytes]] = {}  # for each choice what stands beside the text
+
+    def events(self, delta: Delta) -> bytes:
+        if not self._is_plain or delta.is_first or delta.finish or delta.logprobs:
+            return b"".join(map(event, self._payloads(delta)))
+        around = self._around.get(delta.index)
+        if around is None:
+            [payload] = self._payloads(Delta(delta.index, MARK, [], "", False))
+            around = self._around[delta.index] = event(payload).split(codec.dumps(MARK))
+        return codec.dumps(delta.text).join(around)
+
+    def _payloads(self, delta: Delta) -> list[dict[str, Any]]:
+        choices = self._shape.events(delta)
+        _with_tokens(choices[0], delta.tokens, self._options)
+        payloads = [self._head | {"choices": [choice]} for choice in choices]
+        if self._options.continuous_usage or self._options.include_usage:
+            counts = usage(self._generations) if self._options.continuous_usage else None
+            payloads = [payload | {"usage": counts} for payload in payloads]
+        if delta.finish:
+            payloads[-1]["timings"] = self._generations[delta.index].timings()
+        return payloads
 
 
 def _envelope(services: Services, id_prefix: str, kind: str) -> dict[str, Any]:

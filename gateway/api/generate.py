@@ -6,24 +6,21 @@ not know which endpoint asked, nor how a delta is sent.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from voltapile.gateway.api.echo import Echo, TokenLogprob
-from voltapile.gateway.api.errors import engine_error, unavailable
+from voltapile.gateway.api.errors import ApiError, engine_error, unavailable
 from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.services import Services
 from voltapile.gateway.api.transcript import Transcript
 from voltapile.gateway.engine import Chunk
 from voltapile.workers.protocol import Sampling, Want
 
-QUEUED_DELTAS = 64  # of several generations in one stream, before the engine's own merging sets in
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """A piece of one choice. finish: "" while more will come, else "stop" or "length"."""
 
@@ -47,7 +44,7 @@ class Outcome:
 
 
 class Generation:
-    """An asynchronous iterator of Delta. close() it always: that frees what the engine holds.
+    """Deltas, for whoever iterates or listens. close() it always: that frees what the engine holds.
 
     index: of the choice; `options.n` of them in a row have the same prompt. echo: the prompt, if
     the text begins with it.
@@ -86,11 +83,21 @@ class Generation:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self.finish:
-            delta = self._take(await self._next_chunk())
-            if delta.text or delta.tokens or delta.finish:
+        if self.finish:
+            raise StopAsyncIteration
+        async for chunk in self._stream:
+            if (delta := self._take(chunk)) is not None:
                 return delta
-        raise StopAsyncIteration
+        raise self._cut_off()
+
+    def listen(self, tell: Callable[[], None]) -> None:
+        """As Stream.listen."""
+        self._stream.listen(tell)
+
+    def take(self) -> Delta | None:
+        """What has come since the last time, if it shows. Its failure is raised."""
+        chunk = None if self.finish else self._stream.take()
+        return None if chunk is None else self._take(chunk)
 
     async def whole(self) -> Outcome:
         """Everything at once."""
@@ -139,20 +146,14 @@ class Generation:
             "predicted_per_second": _rate(later, predicted_ms),
         }
 
-    async def _next_chunk(self) -> Chunk:
-        """The next chunk that holds something; its failure is raised."""
-        async for chunk in self._stream:
-            if self._interrupted or chunk.finish == "cancelled":
-                break
-            if chunk.finish == "error":
-                self.finish = "error"
-                raise engine_error(chunk.error or "the engine failed")
-            if chunk.tokens or chunk.finish:
-                return chunk
-        self.finish = "cancelled"
-        raise unavailable("the server is stopping")
-
-    def _take(self, chunk: Chunk) -> Delta:
+    def _take(self, chunk: Chunk) -> Delta | None:
+        if self._interrupted or chunk.finish == "cancelled":
+            raise self._cut_off()
+        if chunk.finish == "error":
+            self.finish = "error"
+            raise engine_error(chunk.error or "the engine failed")
+        if not chunk.tokens and not chunk.finish:
+            return None
         is_first = self._clock()
         if self._only_prompt:  # the engine does not go without a token
             chunk = Chunk(finish="length", prompt_logprobs=chunk.prompt_logprobs)
@@ -162,6 +163,10 @@ class Generation:
         if piece.stopped:
             self._stream.cancel()
         return Delta(self.index, piece.text, piece.tokens, self.finish, is_first, piece.logprobs)
+
+    def _cut_off(self) -> ApiError:
+        self.finish = "cancelled"
+        return unavailable("the server is stopping")
 
     def _clock(self) -> bool:
         """Notes the time; True for the first chunk."""
@@ -197,35 +202,6 @@ def started(
             generation.close()
         raise
     return generations
-
-
-async def merged(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
-    """The deltas of all generations in the order of their arrival. Close it (aclosing)."""
-    if len(generations) == 1:
-        async for delta in generations[0]:
-            yield delta
-        return
-    queue: asyncio.Queue[Delta | Exception] = asyncio.Queue(QUEUED_DELTAS)
-    tasks = [asyncio.create_task(_pump(generation, queue)) for generation in generations]
-    try:
-        open_choices = len(generations)
-        while open_choices:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            open_choices -= bool(item.finish)
-            yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _pump(generation: Generation, queue: asyncio.Queue[Delta | Exception]) -> None:
-    try:
-        async for delta in generation:
-            await queue.put(delta)
-    except Exception as error:  # it is raised where the deltas are read
-        await queue.put(error)
 
 
 def usage(generations: list[Generation]) -> dict[str, Any]:

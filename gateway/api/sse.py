@@ -1,7 +1,7 @@
 """EventStream: a response of server-sent events.
 
-Writes one event or several at once, a comment when nothing was sent for a while (proxies close
-idle connections), and gives up on a client that takes nothing. It does not know what it sends.
+Writes events without waiting, a comment when nothing was sent for a while (proxies close idle
+connections), and gives up on a client that takes nothing. It does not know what it sends.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ HEADERS = {
 }
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+FULL = 64 << 10  # bytes that a client has not taken; aiohttp lets writers wait from there on
 
 
 class EventStream:
-    """async with EventStream(request, ...) as events: await events.send({...})
+    """async with EventStream(request, ...) as events: events.write(event({...}))
 
     An exception inside becomes an error event, as the status has been sent. A client that leaves
     or does not read ends the block silently; `response` is what the handler returns.
@@ -45,16 +46,43 @@ class EventStream:
         self._writing = 0  # more than one when a comment meets an event
 
     async def __aenter__(self) -> Self:
-        await self.response.prepare(self._request)
+        writer = await self.response.prepare(self._request)
+        assert writer is not None
+        writer.send_headers()  # the rest goes past it, since its `write` is a coroutine
+        self._writer = writer
+        self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
         self._watch = asyncio.create_task(self._watch_clock())
         return self
 
-    async def send(self, *payloads: Any) -> None:
-        """One event for each payload, in one write."""
-        await self._write(b"".join(_event(payload) for payload in payloads))
+    def write(self, data: bytes) -> None:
+        """Whole events, at once. Raises ConnectionError if the client has left."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has left")
+        self._sent = self._loop.time()
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    @property
+    def is_full(self) -> bool:
+        """The client does not read, so whoever writes should drain first."""
+        transport = self._request.transport
+        return transport is not None and transport.get_write_buffer_size() >= FULL
+
+    async def drain(self) -> None:
+        """Waits while the client does not read; _watch_clock ends that."""
+        self._writing += 1
+        try:
+            await self._writer.drain()
+        finally:
+            self._writing -= 1
+
+    async def send(self, payload: Any) -> None:
+        self.write(event(payload))
+        await self.drain()
 
     async def done(self) -> None:
-        await self._write(DONE)
+        self.write(DONE)
+        await self.drain()
 
     async def __aexit__(
         self,
@@ -73,16 +101,6 @@ class EventStream:
             log.debug("nobody was left to tell: %s", error)
         return True
 
-    async def _write(self, data: bytes) -> None:
-        """Waits only where the client does not read; _watch_clock ends that (a timer for each
-        token would cost more than the write)."""
-        self._sent = self._loop.time()
-        self._writing += 1
-        try:
-            await self.response.write(data)
-        finally:
-            self._writing -= 1
-
     async def _watch_clock(self) -> None:
         """Comments while nothing is sent, and an end to a write that gets nowhere."""
         while True:
@@ -94,8 +112,9 @@ class EventStream:
                 return self._drop()
             else:
                 try:
+                    self.write(COMMENT)
                     async with asyncio.timeout(self._write_seconds):
-                        await self._write(COMMENT)
+                        await self.drain()
                 except TimeoutError:
                     return self._drop()
                 except ConnectionError:
@@ -108,5 +127,5 @@ class EventStream:
             self._request.transport.abort()
 
 
-def _event(payload: Any) -> bytes:
+def event(payload: Any) -> bytes:
     return b"data: " + codec.dumps(payload) + b"\n\n"

@@ -47,3 +47,12 @@ def test_cancel_names_the_request() -> None:
     stream = make_stream(heard)
     stream.cancel()
     assert heard == [stream.request]
+
+
+async def test_a_listener_is_told_at_once() -> None:
+    stream, taken = make_stream(), []
+    stream.put(Chunk([1]))
+    stream.listen(lambda: taken.append(stream.take()))
+    stream.put(Chunk([2]))
+    assert taken == [Chunk([1]), Chunk([2])]
+    assert stream.take() is None

@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 from voltapile.gateway.api.app import listening, make_app
 from voltapile.gateway.engine import EngineStats, Health
-from voltapile.gateway.request import Chunk
+from voltapile.gateway.request import Chunk, Request
+from voltapile.gateway.stream import Stream
 from voltapile.gateway.template import ChatTemplate
 from voltapile.gateway.tokenizer import Tokenizer
 from voltapile.topology.plan import Plan
@@ -29,32 +30,47 @@ TEMPLATE = (
 )
 
 
-class ScriptedStream:
-    """Plays a list of chunks, pauses (seconds), and events to wait for."""
+class ScriptedStream(Stream):
+    """Plays a list of chunks, pauses (seconds), and exceptions, once somebody reads."""
+
+    cached_tokens = 1
 
     def __init__(self, script: list[Any]) -> None:
+        super().__init__(Request(0, [1], Sampling()), lambda request: self.cancelled.set())
         self.script = script
-        self.cached_tokens = 1
         self.cancelled = asyncio.Event()
-
-    def __aiter__(self) -> ScriptedStream:
-        return self
+        self.failure: Exception | None = None
+        self.playing: asyncio.Task[None] | None = None
 
     async def __anext__(self) -> Chunk:
-        while not self.cancelled.is_set():
-            if not self.script:
-                raise StopAsyncIteration
+        self.play()
+        return await super().__anext__()
+
+    def listen(self, tell: Callable[[], None]) -> None:
+        super().listen(tell)
+        self.play()
+
+    def take(self) -> Chunk | None:
+        if self.failure is not None:
+            raise self.failure
+        return super().take()
+
+    def play(self) -> None:
+        self.playing = self.playing or asyncio.ensure_future(self._play())
+
+    async def _play(self) -> None:
+        while self.script and not self.cancelled.is_set():
             step = self.script.pop(0)
             if isinstance(step, Chunk):
-                return step
-            if isinstance(step, Exception):
-                raise step
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.cancelled.wait(), step)
-        return Chunk(finish="cancelled")
-
-    def cancel(self) -> None:
-        self.cancelled.set()
+                self.put(step)
+                await asyncio.sleep(0)  # the reader takes each by itself
+            elif isinstance(step, Exception):
+                self.failure = step
+                return self._tell()
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.cancelled.wait(), step)
+        return self.put(Chunk(finish="cancelled"))
 
 
 class ScriptedEngine:

@@ -1,10 +1,9 @@
 import asyncio
-from contextlib import aclosing
 
 import pytest
 from voltapile.gateway.api.echo import Echo
 from voltapile.gateway.api.errors import ApiError
-from voltapile.gateway.api.generate import Generation, merged, started, usage
+from voltapile.gateway.api.generate import Generation, started, usage
 from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.services import Services
 from voltapile.gateway.metrics import Metrics
@@ -28,10 +27,6 @@ def start(services):
         return Generation(services, list(prompt), Options(**options), index, echo)
 
     return make
-
-
-async def everything(deltas):
-    return [delta async for delta in deltas]
 
 
 async def test_text_comes_in_pieces(start):
@@ -153,22 +148,14 @@ async def test_timings(start):
     assert timings["predicted_ms"] >= 0
 
 
-async def test_merged_generations_keep_their_order_each(start):
-    generations = [start(index=i) for i in range(3)]
-    texts = ["", "", ""]
-    async with aclosing(merged(generations)) as deltas:
-        async for delta in deltas:
-            texts[delta.index] += delta.text
-    assert texts == ["Hello"] * 3
-
-
-async def test_a_merged_failure_is_raised(start, engine):
-    generations = [start(index=0)]
-    engine.script = [0.01, Chunk(finish="error", error="broken")]
-    generations.append(start(index=1))
-    async with aclosing(merged(generations)) as deltas:
-        with pytest.raises(ApiError, match="broken"):
-            await everything(deltas)
+async def test_a_listener_takes_in_the_engines_own_call(start, engine):
+    engine.script = [Chunk([72]), Chunk(list(b"ell")), 0.01, Chunk([111]), Chunk([END], "stop")]
+    generation, deltas = start(), []
+    generation.listen(lambda: deltas.append(generation.take()))
+    while not generation.finish:
+        assert generation.take() is None, "what came was not taken at once"
+        await asyncio.sleep(0)
+    assert [delta.text for delta in deltas] == ["H", "ell", "o", ""]
 
 
 async def test_penalties_and_biases_reach_the_engine(start, engine):

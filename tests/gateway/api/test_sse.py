@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from voltapile.gateway.api.errors import engine_error
-from voltapile.gateway.api.sse import EventStream
+from voltapile.gateway.api.sse import FULL, EventStream, event
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ async def served(handler):
 async def test_bytes(get):
     async def block(events):
         await events.send({"a": "é\n"})
-        await events.send({"b": 1}, {"c": 2})
+        events.write(event({"b": 1}) + event({"c": 2}))
         await events.done()
 
     expected = 'data: {"a":"é\\n"}\n\ndata: {"b":1}\n\ndata: {"c":2}\n\ndata: [DONE]\n\n'
@@ -97,3 +97,40 @@ async def test_a_client_that_does_not_read_is_dropped(caplog):
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await asyncio.wait_for(ended.wait(), 5)
     assert "did not read" in caplog.text
+
+
+async def test_a_client_that_does_not_read_fills_the_stream():
+    seen = []
+
+    async def handler(request):
+        events = EventStream(request, keepalive_seconds=15, write_seconds=5)
+        async with events:
+            while not events.is_full:
+                events.write(event("x" * FULL))
+            seen.append("full")
+            await events.drain()
+            seen.append(events.is_full)
+        return events.response
+
+    async with served(handler) as url, aiohttp.request("GET", url) as response:
+        while not seen:
+            await asyncio.sleep(0.01)
+        assert b"x" * FULL in await response.read()
+    assert seen == ["full", False]
+
+
+async def test_http_1_0_has_no_chunks():
+    async def handler(request):
+        events = EventStream(request, keepalive_seconds=15, write_seconds=5)
+        async with events:
+            events.write(event(1))
+            await events.done()
+        return events.response
+
+    async with served(handler) as url:
+        port = int(url.rstrip("/").rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+        data = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    assert data.partition(b"\r\n\r\n")[2] == b"data: 1\n\ndata: [DONE]\n\n"
