@@ -179,7 +179,8 @@ Message = Step | Result | Ready | Failed | Stats | Stop
 
 
 class _Codec(threading.local):
-    """msgspec's two coders, made once for each thread: making one costs more than a message."""
+    """Coders of messages with arrays, which lie in other frames. A thread has its own, made once:
+    making one costs more than a message."""
 
     def __init__(self) -> None:
         self.out: list[bytes | memoryview] = []
@@ -187,10 +188,23 @@ class _Codec(threading.local):
         self.encoder = msgspec.msgpack.Encoder(enc_hook=self._frame)
         self.decoder = msgspec.msgpack.Decoder(Message, dec_hook=self._array)
 
+    def encode(self, message: Message) -> list[bytes | memoryview]:
+        frames = self.out = [b""]
+        frames[0] = _HEAD + self.encoder.encode(message)
+        self.out = []
+        return frames
+
+    def decode(self, frames: Sequence[bytes | memoryview]) -> Message:
+        self.given = frames
+        try:
+            return self.decoder.decode(memoryview(frames[0])[1:])
+        finally:
+            self.given = []
+
     def _frame(self, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             raise TypeError(f"cannot send a {type(value).__name__}")
-        if not value.size:  # most rows of a decode step: no frame for nothing
+        if not value.size:
             return NO_FRAME, value.dtype.str, value.shape
         packed: Any = np.ascontiguousarray(value)
         self.out.append(memoryview(packed).cast("B"))
@@ -199,19 +213,42 @@ class _Codec(threading.local):
     def _array(self, kind: type, value: Any) -> Any:
         index, dtype, shape = value
         if index == NO_FRAME:
-            return np.zeros(shape, np.dtype(dtype))
+            return _empty(kind, value)
         return np.frombuffer(self.given[index], np.dtype(dtype)).reshape(shape)
 
 
+class _HasArraysError(TypeError):
+    pass
+
+
+def _continued(value: Any) -> msgspec.Raw:
+    if value is not CONTINUE:
+        raise _HasArraysError
+    return _CONTINUED
+
+
+def _empty(kind: type, value: Any) -> Any:
+    index, dtype, shape = value
+    if index != NO_FRAME:
+        raise IndexError(f"there is no frame {index}")
+    return np.zeros(shape, np.dtype(dtype))
+
+
+_HEAD = bytes([VERSION])
+_CONTINUED = msgspec.Raw(msgspec.msgpack.encode((NO_FRAME, CONTINUE.dtype.str, CONTINUE.shape)))
 _codec = _Codec()
+# Of messages without arrays, as most are. They remember nothing, so that threads can share them,
+# and spare a token a look at numpy and at what belongs to the thread.
+_encoder = msgspec.msgpack.Encoder(enc_hook=_continued)
+_decoder = msgspec.msgpack.Decoder(Message, dec_hook=_empty)
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
     """Frames of `message`; arrays are not copied."""
-    frames = _codec.out = [b""]
-    frames[0] = bytes([VERSION]) + _codec.encoder.encode(message)
-    _codec.out = []
-    return frames
+    try:
+        return [_HEAD + _encoder.encode(message)]
+    except _HasArraysError:
+        return _codec.encode(message)
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:
@@ -220,10 +257,9 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
         raise ProtocolError("an empty message")
     if frames[0][0] != VERSION:
         raise ProtocolError(f"protocol version {frames[0][0]}, but this side speaks {VERSION}")
-    _codec.given = frames
     try:
-        return _codec.decoder.decode(memoryview(frames[0])[1:])
+        if len(frames) == 1:
+            return _decoder.decode(memoryview(frames[0])[1:])
+        return _codec.decode(frames)
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
         raise ProtocolError(f"unreadable message: {error}") from error
-    finally:
-        _codec.given = []
