@@ -226,3 +226,53 @@ def test_chunks_pass_through_the_stages(mini: Path, ranks_for: Make, drive: Make
     for _ in range(3):
         tokens += driver.step([Row(slot=0)])[0].tokens
     assert tokens == expected
+
+
+@MODES
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_scratch_is_enough(mini: Path, ranks_for: Make, drive: Make, model: str, mode: str) -> None:
+    """The largest prompt step, all slots at once, and prompt probabilities stay below the plan."""
+    group = ranks_for(
+        mini / model / "model-f16.gguf", "cpu", ranks=2, split_mode=mode, context=1024
+    )
+    driver, random = drive(group), np.random.default_rng(8)
+    size = group.plan.batch_tokens // 4
+    prompts = [random.integers(0, 650, size).tolist() for _ in range(4)]
+    rows = [row for slot in range(4) for row in driver.start(slot, prompts[slot], 8)]
+    assert all(answer.tokens for answer in driver.step(rows))
+    driver.step([Row(slot=slot) for slot in range(4)])
+    for slot in range(4):
+        driver.release(slot)
+    long = random.integers(0, 650, 1000).astype(np.int32)
+    assert sum(len(piece) for piece in group.prompt_logits(long)) == 1000
+    for rank, engine in zip(group.plan.ranks, group.engines, strict=True):
+        assert rank.memory["scratch"] / 4 < engine.ops.scratch_peak <= rank.memory["scratch"]
+
+
+@pytest.mark.parametrize("parts", [[5.0, 1.0], [1.0, 9.0, 1.0]])
+def test_uneven_parts(
+    mini: Path, engine_for: Make, ranks_for: Make, drive: Make, parts: list[float]
+) -> None:
+    """A rank may have no head at all, or most of everything."""
+    path = mini / "gemma3/model-f16.gguf"
+    group = ranks_for(
+        path, "cpu", ranks=len(parts), split_mode="tensor", tensor_split=parts, threads=len(parts)
+    )
+    heads = [rank.share.heads[1] - rank.share.heads[0] for rank in group.plan.ranks]
+    assert sum(heads) == 6
+    assert len(set(heads)) > 1
+    ids = np.asarray(IDS, np.int32)
+    alone = engine_for(path, "cpu")
+    expected = np.concatenate(list(alone.prompt_logits(ids)))
+    found = np.concatenate(list(group.prompt_logits(ids)))
+    assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
+    assert drive(group).generate(IDS, 12) == drive(alone).generate(IDS, 12)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_smollm2(data: Path, smollm2: Path, ranks_for: Make, drive: Make, ranks: int) -> None:
+    """Nine heads over two ranks: the tokens of other engines on the exact weights."""
+    group = ranks_for(smollm2, "cpu", ranks=ranks)
+    for stored in json.loads((data / "smollm2.json").read_text())[:3]:
+        assert drive(group).generate(stored["ids"], 64) == stored["greedy"]
