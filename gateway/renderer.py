@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_SECONDS = 2.0  # of processor time
-PATIENCE = 10.0  # so many times longer by the clock, as the machine may be busy
+PATIENCE = 20.0  # seconds by the clock, as the machine may be busy
 LENGTH = struct.Struct("<I")
 COMMAND = (sys.executable, "-m", "voltapile.gateway.sandbox")
 
@@ -29,7 +29,10 @@ class TemplateError(ValueError):
 
 
 class Renderer:
-    def __init__(self) -> None:
+    """patience: seconds by the clock that a text may take in all."""
+
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self._patience = patience
         self._lock = threading.Lock()
         self._start()
 
@@ -60,17 +63,17 @@ class Renderer:
             if self._process.poll() is not None:
                 self._end()
                 self._start()
-            kind, text = json.loads(self._ask(data, seconds))
+            kind, text = json.loads(self._ask(data))
             if kind == "full":
                 self._end()
         if kind != "text":
             raise TemplateError(text)
         return str(text)
 
-    def _ask(self, data: bytes, seconds: float) -> bytes:
-        end = time.monotonic() + seconds * PATIENCE
+    def _ask(self, data: bytes) -> bytes:
+        end = time.monotonic() + self._patience
         try:
-            self._socket.settimeout(seconds * PATIENCE)
+            self._socket.settimeout(self._patience)
             self._socket.sendall(LENGTH.pack(len(data)) + data)
             return self._take(LENGTH.unpack(self._take(LENGTH.size, end))[0], end)
         except (OSError, EOFError) as error:

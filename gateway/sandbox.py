@@ -13,10 +13,10 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from datetime import datetime
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 import jinja2.debug  # which Jinja imports when the first template fails
@@ -77,8 +77,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return ERROR, f"line {error.lineno}: {error.message}"
         except _RefusedError as error:
             return ERROR, str(error)
-        except MemoryError:
-            return FULL, FULL_TEXT
+        except MemoryError as error:
+            return FULL, _line(error.__traceback__) + FULL_TEXT
         except Exception as error:  # a template can raise whatever Python can
             return ERROR, _line(error.__traceback__) + (str(error) or type(error).__name__)
 
@@ -120,11 +120,16 @@ def _answer(sandbox: Sandbox, request: bytes) -> tuple[str, str]:
 
 def _text(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     chunks, length = [], 0
-    for chunk in template.generate(variables):
-        length += len(chunk)
-        if length > MAX_LENGTH:
-            raise SecurityError(f"it makes more than {MAX_LENGTH} characters")
-        chunks.append(chunk)
+    rendering = cast("Generator[str, None, None]", template.generate(variables))
+    try:
+        for chunk in rendering:
+            length += len(chunk)
+            if length > MAX_LENGTH:
+                raise SecurityError(f"it makes more than {MAX_LENGTH} characters")
+            chunks.append(chunk)
+    except (SecurityError, _TooLongError) as error:
+        rendering.throw(error)  # if it came between two chunks: to where the template stands
+        raise
     return "".join(chunks)
 
 

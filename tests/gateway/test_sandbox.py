@@ -58,7 +58,7 @@ def test_what_templates_use_works(source: str, text: str) -> None:
         ("{{ range(10**9) }}", "line 1: Range too big"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "line 1: maximum recursion"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "maximum recursion"),
-        ("{% set x = 'a' * 9999999 %}{{ x }}\n{{ x }}", f"it makes more than {MAX_LENGTH}"),
+        ("{% set x = 'a' * 9999999 %}{{ x }}\n{{ x }}", f"line 2: it makes more than {MAX_LENGTH}"),
         ("\n{{ raise_exception('no such role') }}", "no such role"),
     ],
 )
