@@ -4,7 +4,8 @@
 #
 #     bench/device.sh [STAGE ...]     stages: setup build compile elementwise sample matmul attention
 #                                     model serve sanitize gpu_matmul gpu_attention bench streams
-#                                     startup http; default: all but sanitize. setup always runs.
+#                                     startup http multi ranks; default: all but sanitize and the
+#                                     last two, which want two GPUs. setup always runs.
 #
 # A stage that fails is told and the next one runs. Whole logs are in $OUT, where that is set.
 # SELECT is pytest's -k for the test stages, e.g. "native" to leave out the driver's compilation of
@@ -98,6 +99,19 @@ bench() {
   done
 }
 
+# One GPU, then two that share each matrix, then two that share the layers.
+ranks() {
+  model=$models/${RANKS_MODEL:-qwen3-8b-q8}.gguf
+  for how in "-sm none" "--ranks 2 -sm tensor" ${LAYERS:+"--ranks 2 -sm layer"}; do
+    for shape in "-p 512 -n 128" "-p 2048 -n 16 -b 2048"; do
+      echo "$how $shape"
+      # shellcheck disable=SC2086
+      $python -m voltapile.gateway.cli.main bench -m "$model" --backend cuda --dummy $how $shape \
+        2>> "$out/ranks-log.txt" | tail -n 1
+    done
+  done
+}
+
 streams() {
   for model in "$models"/*.gguf; do
     echo "$(basename "$model")"
@@ -132,8 +146,10 @@ run() {
       stage 500 "$1" bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_$1.py" ;;
     sanitize) for tool in ${TOOLS:-memcheck racecheck}; do sanitize "$tool"; done ;;
     gpu_matmul | gpu_attention) [ -f "bench/$1.py" ] && stage 200 "$1" $python "bench/$1.py" ;;
-    bench | streams)
-      stage 400 "$1" bash -c "$(declare -f bench streams); python='$python' models='$models' out='$out'; $1" ;;
+    multi)
+      stage 300 multi bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_ranks.py" ;;
+    bench | streams | ranks)
+      stage 400 "$1" bash -c "$(declare -f bench streams ranks); python='$python' models='$models' out='$out'; $1" ;;
     startup) stage 200 startup $python bench/gpu_startup.py "$models/$random.gguf" --folder /tmp --upload ;;
     http)
       [ -f "/tmp/$random-random.gguf" ] || run startup

@@ -1,0 +1,44 @@
+"""Two GPUs, a process each: the tokens of the goldens, by parts of each matrix and by layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from voltapile.gateway.cli.bench_ranks import open_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.timeout(300)]
+
+MODELS = ("llama", "qwen2", "qwen3", "gemma3")
+TIE = 1e-3  # margin of a golden's greedy token under which another may win
+
+
+@pytest.fixture(autouse=True)
+def _two_gpus() -> None:
+    pytest.importorskip("cupy")
+    from voltapile.kernels.cuda.device import device_count
+
+    if device_count() < 2:
+        pytest.skip("one GPU or none here")
+
+
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_tokens_of_the_goldens(
+    mini: Path, plan_for: Callable[..., Any], drive: Callable[..., Any], model: str, mode: str
+) -> None:
+    folder = mini / model
+    prompts = json.loads((folder / "golden.json").read_text())["prompts"]
+    stored = np.load(folder / "golden.npz")
+    plan = plan_for(folder / "model-f16.gguf", "cuda", ranks=2, split_mode=mode)
+    assert [rank.device for rank in plan.ranks] == ["cuda:0", "cuda:1"]
+    with open_ranks(plan) as ranks:
+        for prompt, ids in prompts.items():
+            expected = stored[f"{prompt}.greedy"].tolist()
+            close = np.flatnonzero(stored[f"{prompt}.greedy_margin"] < TIE)
+            end = int(close[0]) if len(close) else len(expected)
+            assert drive(ranks).generate(ids, len(expected))[:end] == expected[:end]
