@@ -24,7 +24,7 @@ TIERS = {
 }  # fmt: skip
 ROLES = (
     "embed", "head", "ngram", "norm", "attention", "delta_net", "ffn", "experts", "shared_expert",
-    "router", "indexer", "streams",
+    "router", "indexer", "streams", "ple",
 )  # fmt: skip
 _STEMS = {
     "attention": ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"),
@@ -37,7 +37,7 @@ _STEMS = {
     "shared_expert": ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
     "router": ("ffn_gate_inp", "ffn_gate_inp_shexp"),
     "indexer": ("indexer",),
-    "ngram": ("ple_key", "ple_value", "ple_conv1d"),
+    "ple": ("ple_key", "ple_value", "ple_conv1d"),
 }  # fmt: skip
 _ROLE_OF_STEM = {stem: role for role, stems in _STEMS.items() for stem in stems}
 _ENDS = {"token_embd": "embed", "output": "head", "per_layer_token_embd": "ngram"}
@@ -128,7 +128,9 @@ def rules_of(options: Options, spec: Spec, devices: Mapping[str, int], ranks: in
                 f"--n-cpu-moe {options.cpu_moe}: a {spec.architecture} model has no experts; "
                 "leave it out, or use -ngl"
             )
-        text, layers = f"--n-cpu-moe {options.cpu_moe}", (0, options.cpu_moe - 1)
+        is_all = options.cpu_moe >= spec.layers
+        text = "--cpu-moe" if is_all else f"--n-cpu-moe {options.cpu_moe}"
+        layers = 0, options.cpu_moe - 1
         found.append(Rule(text, Place("host"), roles=("experts",), layers=layers))
     # As llama-server counts: the output matrix is one layer more, and the last ones stay.
     first = spec.layers + 1 - options.gpu_layers

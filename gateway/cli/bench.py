@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from voltapile.gateway.cli.options import add_model_options, make_plan
+from voltapile.gateway.cli.options import add_model_options, make_plan, read_plan
 
 if TYPE_CHECKING:
     from voltapile.shm.gguf import Gguf
@@ -93,14 +93,13 @@ def run(args: argparse.Namespace) -> int:
 
 def run_replay(args: argparse.Namespace) -> int:
     from voltapile.gateway.cli.replay import replay
-    from voltapile.topology.plan import from_json
 
     if (args.plan is None) == (args.model is None):
         raise ValueError("--replay needs either --plan FILE or -m FILE")
     if len(args.threads) > 1:
         raise ValueError("--replay takes one thread count")
     chosen = argparse.Namespace(**{**vars(args), "threads": args.threads[0]})
-    plan = from_json(args.plan.read_bytes()) if args.plan else make_plan(chosen)
+    plan = read_plan(args.plan) if args.plan else make_plan(chosen)
     with machine_lock():
         return replay(args.replay, plan, args.json)
 

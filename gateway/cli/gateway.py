@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from voltapile.gateway.cli.options import add_model_options, make_plan
+from voltapile.gateway.cli.options import add_model_options, make_plan, read_plan
 from voltapile.gateway.cli.serve import Server, add_http_options, run_loop
 
 
@@ -29,9 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from voltapile.topology.plan import from_json
 
     if (args.plan is None) == (args.model is None):
         raise ValueError("give either --plan FILE or -m FILE")
-    plan = from_json(args.plan.read_bytes()) if args.plan else make_plan(args)
+    plan = read_plan(args.plan) if args.plan else make_plan(args)
     return run_loop(Server(plan, args, starts_workers=False).run())

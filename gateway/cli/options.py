@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from voltapile.shm.gguf import Gguf
     from voltapile.topology.machine import Machine
-    from voltapile.topology.plan import Plan
+    from voltapile.topology.plan import Backend, Options, Plan
+    from voltapile.topology.spec import Spec
 
 DEFAULT_BACKEND = "auto"
 BACKENDS = ("auto", "cpu", "cuda", "reference")
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+EVERY_LAYER = (1 << 31) - 1
 
 
 def add_model_options(
@@ -33,14 +38,23 @@ def add_model_options(
     add("-np", "--parallel", type=int, default=0, metavar="N",
         help="requests computed at once; 0: choose")  # fmt: skip
     add("-t", "--threads", type=threads, default="0", metavar="N",
-        help="CPU threads; 0: one for each core of a node")  # fmt: skip
+        help="CPU threads of all ranks; 0: one for each core of a node")  # fmt: skip
     add("-b", "--batch-size", type=int, default=512, metavar="N",
         help="most tokens of one step")  # fmt: skip
     add("-ctk", "--cache-type-k", default="", metavar="TYPE", help="type of the cached keys")
     add("-ctv", "--cache-type-v", default="", metavar="TYPE", help="type of the cached values")
     add("-a", "--alias", default="", metavar="NAME", help="the model's name for clients")
-    add("-ngl", "--n-gpu-layers", "--gpu-layers", dest="gpu_layers", type=int, default=-1,
-        metavar="N", help="0 keeps the GPU out; anything else is all layers")  # fmt: skip
+    add("--no-mmap", action="store_true",
+        help="copy the weights into huge pages: a slower start, faster decoding")  # fmt: skip
+    add("--backend", default=DEFAULT_BACKEND, choices=BACKENDS,
+        help="who computes; auto: cuda where there is a GPU, else cpu")  # fmt: skip
+    add("--machine", default=None, metavar="FILE", help="plan for the machine in this JSON file")
+    _add_placement_options(parser)
+
+
+def _add_placement_options(parser: argparse.ArgumentParser) -> None:
+    """Which GPUs and ranks, and what lies in which memory."""
+    add = parser.add_argument
     add("-dev", "--device", default="auto", type=device, metavar="DEVICES",
         help="cpu, cuda, or GPUs by number: cuda:0,cuda:2")  # fmt: skip
     add("--ranks", type=int, default=0, metavar="N",
@@ -49,16 +63,43 @@ def add_model_options(
         help="how ranks share the model: whole layers, a part of each, or experts")  # fmt: skip
     add("-ts", "--tensor-split", default=[], type=parts, metavar="N,N,...",
         help="how much each rank takes, e.g. 3,1; equal without it")  # fmt: skip
-    add("--no-mmap", action="store_true",
-        help="copy the weights into huge pages: a slower start, faster decoding")  # fmt: skip
-    add("--backend", default=DEFAULT_BACKEND, choices=BACKENDS,
-        help="who computes; auto: cuda where there is a GPU, else cpu")  # fmt: skip
-    add("--machine", default=None, metavar="FILE", help="plan for the machine in this JSON file")
+    add("-ngl", "--n-gpu-layers", "--gpu-layers", dest="gpu_layers", type=int, default=-1,
+        metavar="N", help="last layers in VRAM; 0 keeps the GPU out, -1: all")  # fmt: skip
+    add("-ncmoe", "--n-cpu-moe", dest="cpu_moe", type=int, default=0, metavar="N",
+        help="first layers whose experts stay in host memory")  # fmt: skip
+    add("-cmoe", "--cpu-moe", dest="cpu_moe", action="store_const", const=EVERY_LAYER,
+        help="all experts stay in host memory")  # fmt: skip
+    add("-ot", "--override-tensor", action="append", default=[], metavar="WHAT=PLACE,...",
+        help="where tensors go: a regular expression or a role (experts, attention, ngram, ...), "
+        "= vram, pinned, host, mapped or cuda:N; the first rule that matches counts")  # fmt: skip
+    add("-fit", "--fit", default="on", choices=("on", "off"),
+        help="move out of VRAM what does not fit and no rule speaks of")  # fmt: skip
+    add("--host-memory", type=size, default=0, metavar="SIZE",
+        help="free memory of the host, e.g. 64G, instead of what is seen")  # fmt: skip
+    add("--vram", type=sizes, default=[], metavar="SIZE,...",
+        help="free memory of each GPU, or of all of them, instead of what is seen")  # fmt: skip
+    add("--margin", type=size, default=256 << 20, metavar="SIZE",
+        help="memory of each device that stays free")  # fmt: skip
 
 
 def parts(text: str) -> list[float]:
     """The numbers of -ts. Raises ValueError."""
     return [float(each) for each in text.replace("/", ",").split(",")]
+
+
+def size(text: str) -> int:
+    """Bytes: a number with K, M, G or T behind it; without a letter GiB. Raises ValueError."""
+    word = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = UNITS.get(word[-1:], 0)
+    number = float(word[:-1] if unit else word)
+    if not 0 <= number < 1 << 40:
+        raise ValueError(text)
+    return int(number * (unit or UNITS["G"]))
+
+
+def sizes(text: str) -> list[int]:
+    """Raises ValueError."""
+    return [size(each) for each in text.split(",")]
 
 
 def device(text: str) -> str:
@@ -78,8 +119,22 @@ def devices(text: str) -> list[int]:
 
 
 def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
-    """As draft_plan, but a Plan that can be carried out. Raises PlanError."""
-    plan = draft_plan(args, endpoint)
+    """The Plan that the options ask for, if it can be carried out. Raises GgufError, SpecError,
+    MachineError, PlanError.
+
+    endpoint: ZeroMQ address; without one it follows from the Plan, so that a gateway and a worker
+    started apart with the same options meet.
+    """
+    plan = read_inputs(args, endpoint).plan()
+    refuse_unbuilt(plan)
+    return plan
+
+
+def read_plan(path: Path) -> Plan:
+    """A Plan that `voltapile plan --json` printed, if it can be carried out. Raises PlanError."""
+    from voltapile.topology.plan import from_json
+
+    plan = from_json(path.read_bytes())
     refuse_unbuilt(plan)
     return plan
 
@@ -87,36 +142,71 @@ def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
 def refuse_unbuilt(plan: Plan) -> None:
     """Raises PlanError for a Plan that this version can make and not carry out."""
     from voltapile.topology.plan import PlanError
+
+    if reason := unbuilt(plan):
+        raise PlanError(f"{plan.alias}: {reason}")
+
+
+def unbuilt(plan: Plan) -> str:
+    """Why this version can make the Plan and not carry it out; "" if it can."""
+    from voltapile.topology import plan as plans
     from voltapile.workers.models.registry import computable
 
     known = computable(plan.backend)
     if plan.architecture not in known:
-        raise PlanError(
-            f"{plan.alias}: {plan.architecture} models can be planned (voltapile plan) and not "
-            f"computed by the {plan.backend} backend yet; those that can: {', '.join(known)}"
+        return (
+            f"{plan.architecture} models can be planned (voltapile plan) and not computed by the "
+            f"{plan.backend} backend yet; those that can: {', '.join(known)}"
         )
+    return plans.unbuilt(plan)
 
 
-def draft_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
-    """The Plan that the options ask for. Raises GgufError, SpecError, MachineError, PlanError.
+@dataclass(frozen=True)
+class Inputs:
+    """All that a Plan is made from."""
 
-    endpoint: ZeroMQ address; without one it follows from the Plan, so that a gateway and a worker
-    started apart with the same options meet.
-    """
+    spec: Spec
+    gguf: Gguf  # closed: its tables are there, its data are not
+    machine: Machine
+    backend: Backend
+    options: Options
+
+    def plan(self) -> Plan:
+        from voltapile.topology.planner import plan
+
+        return plan(self.spec, self.gguf, self.machine, self.backend, self.options)
+
+    def largest_context(self) -> int:
+        from voltapile.topology.planner import largest_context
+
+        return largest_context(self.spec, self.gguf, self.machine, self.backend, self.options)
+
+
+def read_inputs(args: argparse.Namespace, endpoint: str = "") -> Inputs:
+    """Raises GgufError, SpecError, MachineError."""
     from voltapile.kernels.backend import describe
     from voltapile.shm.gguf import Gguf
     from voltapile.topology import machine
     from voltapile.topology.architectures import spec_of
-    from voltapile.topology.plan import Backend, Options
-    from voltapile.topology.planner import plan
+    from voltapile.topology.plan import Backend
 
-    options = Options(
+    with Gguf.open(Path(args.model).expanduser()) as gguf:
+        computer = machine.load(args.machine) if args.machine else machine.probe()
+        backend = Backend(**describe(choose_backend(args, computer)))
+        return Inputs(spec_of(gguf), gguf, computer, backend, options_of(args, endpoint))
+
+
+def options_of(args: argparse.Namespace, endpoint: str = "") -> Options:
+    from voltapile.topology.plan import Options
+
+    return Options(
         context=args.ctx_size,
         slots=args.parallel,
         threads=args.threads,
         batch_tokens=args.batch_size,
         cache_type_k=args.cache_type_k,
         cache_type_v=args.cache_type_v,
+        margin_bytes=args.margin,
         endpoint=endpoint or getattr(args, "endpoint", None) or "",
         alias=args.alias,
         no_mmap=args.no_mmap,
@@ -124,11 +214,13 @@ def draft_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
         split_mode=args.split_mode,
         tensor_split=args.tensor_split,
         devices=devices(args.device),
+        gpu_layers=args.gpu_layers,
+        cpu_moe=args.cpu_moe,
+        overrides=args.override_tensor,
+        fit=args.fit == "on",
+        host_bytes=args.host_memory,
+        vram_bytes=args.vram,
     )
-    with Gguf.open(Path(args.model).expanduser()) as gguf:
-        computer = machine.load(args.machine) if args.machine else machine.probe()
-        backend = Backend(**describe(choose_backend(args, computer)))
-        return plan(spec_of(gguf), gguf, computer, backend, options)
 
 
 def choose_backend(args: argparse.Namespace, computer: Machine) -> str:
@@ -139,5 +231,6 @@ def choose_backend(args: argparse.Namespace, computer: Machine) -> str:
         return str(args.backend)
     if args.device != "auto":
         return "cpu" if args.device == "cpu" else "cuda"
-    has_gpu = bool(computer.gpus) and importlib.util.find_spec("cupy") is not None
+    can_compute = args.machine or importlib.util.find_spec("cupy") is not None
+    has_gpu = bool(computer.gpus) and can_compute
     return "cuda" if has_gpu and args.gpu_layers != 0 else "cpu"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from voltapile.gateway.cli.options import add_model_options, make_plan
+from voltapile.gateway.cli.options import add_model_options, make_plan, read_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from voltapile.topology.plan import from_json
     from voltapile.workers.process import Worker
 
     if (args.plan is None) == (args.model is None):
         raise ValueError("give either --plan FILE or -m FILE")
-    plan = from_json(args.plan.read_bytes()) if args.plan else make_plan(args, args.connect)
+    plan = read_plan(args.plan) if args.plan else make_plan(args, args.connect)
     if not 0 <= args.rank < len(plan.ranks):
         raise ValueError(f"--rank {args.rank}: the plan has {len(plan.ranks)} rank(s)")
     if args.record:

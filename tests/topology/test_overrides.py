@@ -71,7 +71,7 @@ def test_rules_of_roles() -> None:
         "per_layer_token_embd.weight": "ngram", "blk.0.attn_qkv.weight": "delta_net",
         "blk.3.attn_q.weight": "attention", "blk.0.ffn_gate_inp.weight": "router",
         "blk.0.ffn_up_shexp.weight": "shared_expert", "blk.3.indexer.q_proj.weight": "indexer",
-        "blk.1.ple_key.weight": "ngram", "blk.0.hc_ffn_down.weight": "streams",
+        "blk.1.ple_key.weight": "ple", "blk.0.hc_ffn_down.weight": "streams",
         "blk.0.ssm_norm.weight": "norm", "blk.0.ssm_out.weight": "delta_net",
     }.items():  # fmt: skip
         assert roles[name] == role, name

@@ -27,13 +27,63 @@ def test_table_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in ("two-sockets", "8 thread(s) on node 1", "5000 tokens for one request", "F16"):
         assert text in out
-    assert "225,280.0" in out  # MiB available there
+    assert "225,280" in out  # MiB available there
     assert "warning: -c 5000 is more than the trained context of 4096" in out
+
+
+GPUS = ["--machine", str(DATA / "machines" / "ac922-6xv100-16gb.json"), "--backend", "cuda"]
+MOE = DATA / "golden-mini" / "qwen3moe" / "model-f16.gguf"
+
+
+def test_several_gpus_rules_and_predictions(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "-m", str(MOE), *GPUS, "--ranks", "2", "-ot", "experts[0]=host,blk.9=CPU"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "mode experts: each rank holds some experts",
+        "cuda:1", "experts 5-9", "heads 3-5", "reserve", "host",
+        "-ot experts[0]=host",
+        "arithmetic, not measured",
+        "steps in flight: 2",
+        "warning: -ot blk.9=CPU: matches no tensor of this model",
+    ):  # fmt: skip
+        assert text in out, text
+
+
+def test_a_plan_for_others_than_this_machine_says_why_it_cannot_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["-m", str(LLAMA), *GPUS, "--ranks", "1", "-ngl", "2"]
+    assert main(["plan", *command]) == 0
+    assert "not to be loaded: this Plan keeps weights outside VRAM" in capsys.readouterr().out
+    assert main(["serve", *command]) == 1
+    err = capsys.readouterr().err
+    assert "keeps weights outside VRAM" in err
+    assert err.count("\n") == 1
+
+
+def test_a_saved_plan_is_refused_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "-m", str(LLAMA), *GPUS, "-ngl", "2", "--json"]) == 0
+    path = tmp_path / "plan.json"
+    path.write_text(capsys.readouterr().out)
+    for command in ("worker", "gateway"):
+        assert main([command, "--plan", str(path)]) == 1
+        assert "keeps weights outside VRAM" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([*GPUS, "-ot", "(=CPU"], "is no regular expression"),
+        ([*GPUS, "-ot", "x=moon"], "there is no place 'moon'"),
+        ([*GPUS, "-ts", "1,1"], "-ts 1,1: 2 parts for 6 rank(s)"),
+        ([*GPUS, "-ts", "0,0,0,0,0,0"], "all parts are 0"),
+        ([*GPUS, "-sm", "experts"], "a llama model has no experts; use -sm tensor or layer"),
+        ([*GPUS, "--n-cpu-moe", "3"], "a llama model has no experts"),
+        ([*GPUS, "--vram", "1M,2M"], "--vram: 2 sizes for 6 GPUs"),
+        ([*GPUS, "--vram", "1M"], "not enough memory"),
         (["-m", "missing.gguf"], "missing.gguf: cannot open: No such file or directory"),
         (
             ["-m", str(LLAMA.parents[1] / "qwen3-dflash2" / "model-f16.gguf")],
