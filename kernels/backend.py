@@ -38,6 +38,7 @@ def _describe_cpu() -> dict[str, Any]:
         "max_decode_rows": 64,
         "activation_bytes": _cpu.quantised_bytes(1, columns) / columns,
         "reserve_bytes": 160 << 20,
+        "host_reserve_bytes": 0,
         "captures": True,
         "in_vram": False,
         "workspace_bytes": 0,
@@ -59,6 +60,7 @@ def _describe_reference() -> dict[str, Any]:
         "max_decode_rows": 8,
         "activation_bytes": 0.0,
         "reserve_bytes": 256 << 20,
+        "host_reserve_bytes": 0,
         "captures": False,
         "in_vram": False,
         "workspace_bytes": 0,
@@ -83,6 +85,8 @@ def _describe_cuda() -> dict[str, Any]:
         "activation_bytes": 4.0,
         # The driver's context, loaded kernels, recorded steps, constants: measured on an H200.
         "reserve_bytes": 1 << 30,
+        # Of the host: CUDA's own, the interpreter, pinned rings. An estimate.
+        "host_reserve_bytes": 1 << 30,
         "captures": True,
         "in_vram": True,
         # Partial results of attention over long contexts, and alignment.
