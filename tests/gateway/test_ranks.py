@@ -28,11 +28,13 @@ SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 5}
 
 
 @asynccontextmanager
-async def serving(plan: Plan) -> AsyncIterator[tuple[Engine, Supervisor]]:
+async def serving(
+    plan: Plan, command: Callable[[Path, int], list[str]] = worker_command
+) -> AsyncIterator[tuple[Engine, Supervisor]]:
     with ExitStack() as files:
         pulse = files.enter_context(Pulse(plan))
         path = files.enter_context(plan_file(plan))
-        supervisor = Supervisor([worker_command(path, rank.rank) for rank in plan.ranks])
+        supervisor = Supervisor([command(path, rank.rank) for rank in plan.ranks])
         async with Engine(plan, supervisor, pulse, 1.0, Restarts(pause=0.01)) as engine:
             yield engine, supervisor
 
@@ -86,6 +88,51 @@ async def test_any_rank_may_be_lost(
             assert found == expected[:2]
         assert engine.stats().restarts == 3
         assert engine.health.status == "ok"
+
+
+BROKEN = """
+import sys
+from pathlib import Path
+from voltapile.workers import __main__ as program
+from voltapile.workers.engine import Engine
+
+def broken(*_):
+    if MARK.exists():
+        return real(*_)
+    MARK.touch()
+    raise MemoryError("no room left")
+
+METHOD, MARK = sys.argv.pop(1), Path(sys.argv.pop(1))
+real = getattr(Engine, METHOD)
+setattr(Engine, METHOD, broken)
+sys.exit(program.main())
+"""
+
+
+@pytest.mark.parametrize("method", ["load", "submit"])
+async def test_one_rank_fails(mini: Path, plan_for: Make, tmp_path: Path, method: str) -> None:
+    """While loading that is the end, in a step all are started again; the reason is its own."""
+    plan = plan_for(
+        mini / "llama/model-f16.gguf", "cpu", endpoint=f"ipc://{tmp_path}/s", ranks=2, threads=2
+    )
+
+    def command(path: Path, rank: int) -> list[str]:
+        program = [sys.executable, "-c", BROKEN, method, str(tmp_path / "mark")]
+        usual = worker_command(path, rank)
+        return [*program, *usual[usual.index("--plan") :]] if rank == 1 else usual
+
+    async with serving(plan, command) as (engine, _):
+        if method == "load":
+            await until(lambda: engine.health.status == "failed")
+            assert "no room left" in engine.health.reason
+            return
+        await until(lambda: engine.health.status == "ok")
+        found: list[int] = []
+        reading = asyncio.create_task(collect(start(engine, PROMPTS[0]), found))
+        await until(lambda: engine.health.status == "loading")
+        assert "no room left" in engine.health.reason
+        assert await reading == "length"
+        assert len(found) == TOKENS
 
 
 async def test_workers_started_by_hand(mini: Path, plan_for: Make, tmp_path: Path) -> None:
