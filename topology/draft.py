@@ -36,6 +36,7 @@ from voltapile.topology.spec import CacheNeed, Spec
 DEFAULT_SLOTS = 4
 CHUNK = 64  # prefill chunks end at multiples of it
 STEPS_IN_FLIGHT = 2
+MUCH = 2 << 30  # of a GPU's memory; less than that takes a desktop
 
 
 class TensorTable(Protocol):
@@ -111,6 +112,7 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
         warnings.append(
             f"-b {options.batch_tokens} has no room for {slots} slots beside a chunk of {CHUNK}"
         )
+    warnings += _taken(layout)
     rows = min(slots, backend.max_decode_rows) if backend.captures else 0
     counts = layout.needs(draft.places)[0].pages(columns)
     kinds = layout.groups[0] if layout.groups else None
@@ -145,6 +147,20 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
         warnings=warnings,
         notes=_notes(draft),
     )
+
+
+def _taken(layout: Layout) -> list[str]:
+    """Warnings of GPUs in whose memory there is something already."""
+    warnings = []
+    if layout.backend.in_vram and not layout.options.vram_bytes:
+        for gpu in (layout.machine.gpus[place] for place in layout.spread.places):
+            if gpu.memory_bytes - gpu.free_bytes > MUCH:
+                warnings.append(
+                    f"GPU {gpu.index}: {show(gpu.memory_bytes - gpu.free_bytes)} of "
+                    f"{show(gpu.memory_bytes)} are taken by something else; end it, or leave this "
+                    "GPU out with --device"
+                )
+    return warnings
 
 
 def _notes(draft: Draft) -> list[str]:

@@ -81,6 +81,11 @@ def forecast(
     )
 
 
+def rate(speed: float) -> str:
+    """Tokens a second, for people."""
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
+
+
 @cache
 def busiest(used: int, ranks: int) -> float:
     """Expected number of a token's experts on the rank that has most of them.

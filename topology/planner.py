@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import msgspec
 from voltapile.topology.budget import ShortageError
 from voltapile.topology.draft import Draft, TensorTable, draft_of, finish
-from voltapile.topology.forecast import forecast
+from voltapile.topology.forecast import forecast, rate
 from voltapile.topology.machine import Machine
-from voltapile.topology.plan import Backend, Options, Plan, PlanError, sealed
+from voltapile.topology.plan import Backend, Options, Plan, PlanError, sealed, unbuilt
 from voltapile.topology.ranks import seen, spreads
 from voltapile.topology.spec import Spec
 
@@ -94,10 +94,11 @@ def _best(drafts: Sequence[Draft], gguf: TensorTable) -> Plan:
     best = max(speed for speed, _ in plans)
     speed, found = [each for each in plans if each[0] * WORTH >= best][-1]
     if len(drafts) > 1 and speed:
-        slower = [f"{each:.3g} with {len(p.ranks)}" for each, p in plans if p is not found]
+        slower = [f"{rate(each)} with {len(p.ranks)}" for each, p in plans if p is not found]
         note = (
-            f"{len(found.ranks)} of {len(drafts[0].layout.spread.places)} GPUs: {speed:.3g} tokens "
-            f"a second are predicted, {', '.join(slower) or 'and fewer do not hold the model'}"
+            f"{len(found.ranks)} of {len(drafts[0].layout.spread.places)} GPUs: "
+            f"{rate(speed)} tokens a second are predicted, "
+            f"{', '.join(slower) or 'and fewer do not hold the model'}"
         )
         found = msgspec.structs.replace(found, notes=[*found.notes, note])
     return found
@@ -126,10 +127,11 @@ def _remedies(
         if trial == options or (text == "-c 0"):
             continue
         try:
-            _best(_drafts(spec, gguf, machine, backend, trial), gguf)
+            helped = _best(_drafts(spec, gguf, machine, backend, trial), gguf)
         except PlanError:
             continue
-        found.append(text)
+        if not unbuilt(helped):
+            found.append(text)
     if not found:
         found = ["a smaller model or quantisation"]
         found += ["-ngl 0 for the CPU"] if backend.in_vram else []

@@ -6,6 +6,7 @@ Named as llama-server's where they mean the same.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,12 @@ def make_plan(args: argparse.Namespace, endpoint: str = "") -> Plan:
     endpoint: ZeroMQ address; without one it follows from the Plan, so that a gateway and a worker
     started apart with the same options meet.
     """
-    plan = read_inputs(args, endpoint).plan()
+    from msgspec.structs import replace
+
+    inputs = read_inputs(args, endpoint)
+    # Weights outside VRAM cannot be computed with yet, so what does not fit is told of at once.
+    options = replace(inputs.options, fit=False)
+    plan = dataclasses.replace(inputs, options=options).plan()
     refuse_unbuilt(plan)
     return plan
 

@@ -51,16 +51,16 @@ def run(args: argparse.Namespace) -> int:
 
 def predictions(inputs: Inputs, plan: Plan) -> list[str]:
     """How fast it would be, and how that is known."""
-    from voltapile.topology.forecast import PROMPT, forecast
+    from voltapile.topology.forecast import PROMPT, forecast, rate
 
     told = forecast(inputs.spec, inputs.gguf.tensors, plan, inputs.machine)
     if told is None:
         return ["speed: not predicted, since the bandwidth of this machine's memory is not known"]
     known = "by figures of one such card" if told.is_measured else "arithmetic, not measured"
     lines = [
-        f"speed, predicted ({known}): one stream {told.decode:,.3g} tokens/s, "
-        f"{told.decode_deep:,.3g} behind {told.deep:,} tokens, mostly bound by {told.bound_by}"
+        f"speed, predicted ({known}): one stream {rate(told.decode)} tokens/s, "
+        f"{rate(told.decode_deep)} behind {told.deep:,} tokens, mostly bound by {told.bound_by}"
     ]
     if told.prefill:
-        lines[0] += f"; a prompt of {PROMPT}: {told.prefill:,.0f} tokens/s"
+        lines[0] += f"; a prompt of {PROMPT}: {rate(told.prefill)} tokens/s"
     return lines

@@ -109,6 +109,18 @@ def test_unequal_gpus_get_unequal_parts() -> None:
     assert [rank.share.heads for rank in same.ranks] == [(0, 16), (16, 32)]
 
 
+def test_a_gpu_that_others_use_is_told_of() -> None:
+    there = computer("x86-2xv100-16gb")
+    busy = msgspec.structs.replace(there.gpus[1], free_bytes=12 << 30)
+    there = msgspec.structs.replace(there, gpus=[there.gpus[0], busy])
+    gguf = header("qwen3-8b-q4km")
+    found = plan(spec_of(gguf), gguf, there, CUDA, Options(split_mode="tensor"))
+    assert found.warnings == [
+        "GPU 1: 3.78 GiB of 15.78 GiB are taken by something else; end it, or leave this GPU out "
+        "with --device"
+    ]
+
+
 def test_memory_that_the_user_knows_better() -> None:
     plain = plan_for("x86-2xv100-16gb", "qwen3-8b-q4km", devices=[0])
     larger = plan_for("x86-2xv100-16gb", "qwen3-8b-q4km", devices=[0], vram_bytes=[32 << 30])
@@ -132,7 +144,7 @@ def test_a_shortage_names_what_would_help() -> None:
     assert "\n" not in told
     with pytest.raises(PlanError, match="or -ctk q8_0 -ctv q8_0"):
         plan_for("x86-2xv100-16gb", "qwen3-8b-q4km", context=99_000, split_mode="none", fit=False)
-    with pytest.raises(PlanError, match="use --fit on"):
+    with pytest.raises(PlanError, match="use a smaller model or quantisation"):
         plan_for("x86-2xv100-16gb", "qwen35-27b-q8", context=8192, fit=False)
 
 

@@ -62,6 +62,20 @@ def test_a_plan_for_others_than_this_machine_says_why_it_cannot_run(
     assert err.count("\n") == 1
 
 
+def test_what_does_not_fit_is_not_moved_where_it_would_be_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machine = DATA / "machines" / "x86-2xv100-16gb.json"
+    command = ["-m", str(LLAMA), "--machine", str(machine), "--backend", "cuda", "--ranks", "1"]
+    command += ["--vram", "1350M", "--margin", "0", "-c", "262144", "-np", "1", "-b", "128"]
+    assert main(["plan", *command]) == 0
+    assert "VRAM goes without the rest of layers 0 to" in capsys.readouterr().out
+    assert main(["serve", *command]) == 1
+    err = capsys.readouterr().err
+    assert "not enough memory on GPU 0" in err
+    assert "--fit" not in err  # would not help yet
+
+
 def test_a_saved_plan_is_refused_as_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
