@@ -10,16 +10,16 @@ much, and what cannot be told apart is put down to the prompt: the error is on t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
+
+import msgspec
 
 WEIGHT = 0.3  # of the newest Step in what a decode takes
 FADING = 0.8  # of the older Steps in what a prompt takes, with each new one
 LEAST_SPREAD = 1e-3  # below it tokens and positions have gone together, and b is not known
 
 
-@dataclass
-class Load:
+class Load(msgspec.Struct):
     """What a Step does."""
 
     decodes: int = 0

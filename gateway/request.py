@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
 from voltapile.workers.protocol import Sampling, Want
 
 
@@ -27,8 +28,7 @@ class Refused(ValueError):
         self.param = param
 
 
-@dataclass
-class Chunk:
+class Chunk(msgspec.Struct):
     """Some more tokens of a stream.
 
     finish: "" (more will come) | "stop" (a stop id, which is the last of tokens) | "length" |
@@ -36,11 +36,11 @@ class Chunk:
     where they were wanted.
     """
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = []
     finish: str = ""
     error: str = ""
-    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    prompt_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    logprobs: list[list[tuple[int, float]]] = []
+    prompt_logprobs: list[list[tuple[int, float]]] = []
 
     def extend(self, later: Chunk) -> None:
         """Take in what came after this chunk."""

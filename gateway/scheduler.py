@@ -15,7 +15,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import islice
 
 import msgspec
@@ -43,15 +42,14 @@ ALIGNMENT = 64  # prefill chunks end at absolute multiples of it, so that bits d
 LOOK_AHEAD = 8  # requests of a client that are looked at for one that can begin
 
 
-@dataclass
-class Flight:
+class Flight(msgspec.Struct):
     """A Step that has left and has no Result yet."""
 
     step: int
     load: Load
     # By slot: the rows that will answer. None: the answer is of no use.
-    sampling: dict[int, Request | None] = field(default_factory=dict)
-    silent: list[Request] = field(default_factory=list)  # of the rows that will not
+    sampling: dict[int, Request | None] = {}
+    silent: list[Request] = []  # of the rows that will not
 
 
 class Scheduler:
@@ -199,17 +197,19 @@ class Scheduler:
                 f"result {result.id} for slots {sorted(answers)}, but step {flight.step} "
                 f"samples in slots {sorted(flight.sampling)}"
             )
-        live = [
-            (request, answers[slot])
-            for slot, request in flight.sampling.items()
-            if request is not None and request.state is not State.FINISHED
-        ]
-        for _, row in live:  # all of it is looked at before any of it counts
-            if not row.tokens and not row.finish:
-                raise ProtocolError(f"no token for slot {row.slot}, which had not finished")
+        live = []  # all of it is looked at before any of it counts
+        for slot, request in flight.sampling.items():
+            if request is not None and request.state is not State.FINISHED:
+                row = answers[slot]
+                if not row.tokens and not row.finish:
+                    raise ProtocolError(f"no token for slot {slot}, which had not finished")
+                live.append((request, row))
         self.budget.costs.observe(flight.load, result.seconds)
-        chunks = [(request, self._receive(request, row)) for request, row in live]
-        return [(request, chunk) for request, chunk in chunks if chunk is not None]
+        chunks = []
+        for request, row in live:
+            if (chunk := self._receive(request, row)) is not None:
+                chunks.append((request, chunk))
+        return chunks
 
     # --- one request ----------------------------------------------------------------------
 
@@ -236,7 +236,9 @@ class Scheduler:
         """Its slot has sampled a token that is not computed, and one more may follow."""
         return (
             not request.is_prefilling  # also: not preempted a moment ago
-            and request.computed < request.total < request.sampling.max_position
+            and request.computed
+            < len(request.known) + request.ahead
+            < request.sampling.max_position
         )
 
     def _continue(self, request: Request) -> Row | None:

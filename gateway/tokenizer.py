@@ -103,7 +103,8 @@ class Tokenizer:
         data, starts, kinds = self._bytes, self._starts, self._kinds
         parts = []
         for i in ids:
-            self._check(i)
+            if not 0 <= i < len(kinds):
+                self._check(i)
             if special or kinds[i] not in HIDDEN:
                 parts.append(data[starts[i] : starts[i + 1]])
         return b"".join(parts)

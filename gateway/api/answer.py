@@ -124,14 +124,15 @@ class _Feed:
             return
         try:
             delta = generation.take()
-            if delta is not None:
-                self._open -= bool(delta.finish)
-                self._events.write(self._payloads.events(delta))
+            if delta is None:
+                return
+            self._open -= bool(delta.finish)
+            if self._events.write(self._payloads.events(delta)) and self._open:
+                return
         except Exception as error:
             self._error = error
-        if self._error is not None or not self._open or self._events.is_full:
-            self._is_paused = True
-            self._was_paused.set()
+        self._is_paused = True
+        self._was_paused.set()
 
 
 class Payloads:

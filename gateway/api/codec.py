@@ -7,6 +7,7 @@ orjson is built with Rust and may be absent on POWER; the fallback refuses what 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 try:
@@ -22,11 +23,6 @@ class JsonError(ValueError):
 def loads(data: bytes) -> Any:
     """The value in `data`, UTF-8. Raises JsonError."""
     return _loads_slow(data) if _orjson is None else _loads_fast(data)
-
-
-def dumps(value: Any) -> bytes:
-    """`value` as compact UTF-8 JSON."""
-    return _dumps_slow(value) if _orjson is None else _orjson.dumps(value)
 
 
 def _loads_fast(data: bytes) -> Any:
@@ -49,6 +45,10 @@ def _loads_slow(data: bytes) -> Any:
 
 def _dumps_slow(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+# A value as compact UTF-8 JSON.
+dumps: Callable[[Any], bytes] = _dumps_slow if _orjson is None else _orjson.dumps
 
 
 def _refuse_constant(name: str) -> NoReturn:

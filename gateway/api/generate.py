@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from voltapile.gateway.api.echo import Echo, TokenLogprob
 from voltapile.gateway.api.errors import ApiError, engine_error, unavailable
 from voltapile.gateway.api.options import Options
@@ -20,8 +21,7 @@ from voltapile.gateway.engine import Chunk
 from voltapile.workers.protocol import Sampling, Want
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """A piece of one choice. finish: "" while more will come, else "stop" or "length"."""
 
     index: int
@@ -29,7 +29,7 @@ class Delta:
     tokens: list[int]
     finish: str
     is_first: bool
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,10 @@ class Generation:
             raise engine_error(chunk.error or "the engine failed")
         if not chunk.tokens and not chunk.finish:
             return None
-        is_first = self._clock()
+        self._last = time.monotonic()
+        is_first = not self._begun
+        if is_first:
+            self._begin()
         if self._only_prompt:  # the engine does not go without a token
             chunk = Chunk(finish="length", prompt_logprobs=chunk.prompt_logprobs)
         piece = self._transcript.push(chunk)
@@ -168,15 +171,9 @@ class Generation:
         self.finish = "cancelled"
         return unavailable("the server is stopping")
 
-    def _clock(self) -> bool:
-        """Notes the time; True for the first chunk."""
-        self._last = time.monotonic()
-        if self._begun:
-            return False
-        self._begun = True
-        self._first = self._last
+    def _begin(self) -> None:
+        self._begun, self._first = True, self._last
         self._services.metrics.first_token(self._first - self._start)
-        return True
 
 
 def started(

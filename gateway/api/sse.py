@@ -54,19 +54,17 @@ class EventStream:
         self._watch = asyncio.create_task(self._watch_clock())
         return self
 
-    def write(self, data: bytes) -> None:
-        """Whole events, at once. Raises ConnectionError if the client has left."""
+    def write(self, data: bytes) -> bool:
+        """Whole events, at once. False: the client does not read, so drain before the next.
+
+        Raises ConnectionError if the client has left.
+        """
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has left")
         self._sent = self._loop.time()
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-
-    @property
-    def is_full(self) -> bool:
-        """The client does not read, so whoever writes should drain first."""
-        transport = self._request.transport
-        return transport is not None and transport.get_write_buffer_size() >= FULL
+        return transport.get_write_buffer_size() < FULL
 
     async def drain(self) -> None:
         """Waits while the client does not read; _watch_clock ends that."""

@@ -8,8 +8,9 @@ where tokens come from, nor how a piece is sent.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 from voltapile.gateway.api.echo import Echo, Row, TokenLogprob, token_logprob
 from voltapile.gateway.api.errors import engine_error
 from voltapile.gateway.api.options import Options
@@ -19,13 +20,12 @@ from voltapile.gateway.stop_strings import StopStrings
 from voltapile.gateway.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """What some tokens gave. tokens: those that count; all of them unless a stop string came."""
 
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
     stopped: bool = False  # by a stop string
 
 

@@ -105,18 +105,18 @@ async def test_a_client_that_does_not_read_fills_the_stream():
     async def handler(request):
         events = EventStream(request, keepalive_seconds=15, write_seconds=5)
         async with events:
-            while not events.is_full:
-                events.write(event("x" * FULL))
+            while events.write(event("x" * FULL)):
+                pass
             seen.append("full")
             await events.drain()
-            seen.append(events.is_full)
+            seen.append(events.write(event("y")))
         return events.response
 
     async with served(handler) as url, aiohttp.request("GET", url) as response:
         while not seen:
             await asyncio.sleep(0.01)
         assert b"x" * FULL in await response.read()
-    assert seen == ["full", False]
+    assert seen == ["full", True]
 
 
 async def test_http_1_0_has_no_chunks():
