@@ -31,6 +31,7 @@ ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: over NVLink, not over PCIe
 TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 HOST_PORTABLE, HOST_MAPPED = 1, 2  # cudaHostRegister's flags
+CLOCK_RATE = 13  # cudaDevAttrClockRate, in kHz
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_WITHOUT_ASKING = 48 << 10
@@ -220,6 +221,11 @@ class Device:
                 SUMS_IN_SINGLE,
                 ANY_KERNEL,
             )
+
+    @property
+    def ticks_per_second(self) -> float:
+        """Of a multiprocessor's clock at its fastest; at another pace, times are longer."""
+        return 1000.0 * int(runtime.deviceGetAttribute(CLOCK_RATE, self.number))
 
     # --- other processes ----------------------------------------------------------------------
     def handle_of(self, memory: Memory) -> bytes:

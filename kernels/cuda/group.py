@@ -10,7 +10,15 @@ from collections.abc import Sequence
 
 import numpy as np
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
-from voltapile.kernels.cuda.links import BLOCKS, PACK_FLOATS, PIECE, SLOTS, Links
+from voltapile.kernels.cuda.links import (
+    MESSAGE,
+    PACK_BLOCKS,
+    PACK_FLOATS,
+    PIECE,
+    PIECE_BLOCKS,
+    SLOTS,
+    Links,
+)
 from voltapile.kernels.ops import Arrival
 
 SUM = Instance("group_packs.cu", "group_sum", waits=True)
@@ -31,7 +39,7 @@ INSTANCES = [
 
 PUSH_BYTES = 640 << 10  # that a rank writes in all, up to which each part goes to everybody
 SLICE_BYTES = 1 << 20  # of an array up to which slices go as packs
-MOST_PACKS = BLOCKS * SLOTS  # of one launch
+MOST_PACKS = PACK_BLOCKS * SLOTS  # of one launch
 FEWEST_THREADS, FAVOURED_BLOCKS = 64, 64
 PIECE_THREADS = 512
 
@@ -47,7 +55,7 @@ def all_reduce(
         ends = adds, np.int32(links.rank), np.int32(links.ranks)
         ops.kernel(SUM)(grid, block, (*arrays, np.int64(0), np.int64(count), *ends))
     elif out.nbytes > SLICE_BYTES and count % 4 == 0:
-        grid = _pieces(count, links.mates)
+        grid = _pieces(count, links.mates * PIECE, links)
         ops.kernel(SUM_PIECES)(grid, PIECE_THREADS, (*arrays, np.int64(count), adds))
     else:
         step = MOST_PACKS * PACK_FLOATS * links.mates
@@ -106,7 +114,9 @@ def add(ops: Launcher, part: DeviceArray | None, out: DeviceArray, accumulate: b
 def _pass_on(ops: Launcher, kind: Instance, links: Links, x: DeviceArray, other: int) -> None:
     assert x.size % 4 == 0, x
     numbers = np.int64(x.size), np.int32(other)
-    ops.kernel(kind)(_pieces(x.size, 1), PIECE_THREADS, (links.record, x.ptr, *numbers))
+    ops.kernel(kind)(
+        _pieces(x.size, MESSAGE, links), PIECE_THREADS, (links.record, x.ptr, *numbers)
+    )
 
 
 def _launches(count: int) -> list[tuple[int, tuple[int], int]]:
@@ -124,8 +134,9 @@ def _packs(count: int) -> tuple[tuple[int], int]:
     return (-(-packs // threads),), threads
 
 
-def _pieces(count: int, mates: int) -> tuple[int]:
-    return (min(BLOCKS, -(-count // (mates * PIECE))),)
+def _pieces(count: int, step: int, links: Links) -> tuple[int]:
+    """A block for each `step` floats, if they can all run at once."""
+    return (min(PIECE_BLOCKS, links.blocks, -(-count // step)),)
 
 
 class Watched:

@@ -13,20 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 from voltapile.kernels.group import GroupError
 
-MOST_RANKS, BLOCKS, SLOTS, PIECE = 16, 128, 512, 4096
+MOST_RANKS = 16
+PACK_BLOCKS, PIECE_BLOCKS = 128, 256  # of a grid, at most
+SLOTS, PIECE, MESSAGE = 512, 4096, 2048  # packs, floats of a block
 PACK_FLOATS = 3
-_PACKS, _PIECES = 2 * BLOCKS * SLOTS * 24, 2 * BLOCKS * PIECE * 4
-FLAGS_AT = _PACKS + 2 * _PIECES  # packs, pieces, messages; flags come last
+FLAGS_AT = 2 * PACK_BLOCKS * SLOTS * 24 + 2 * PIECE_BLOCKS * (PIECE + MESSAGE) * 4
 ROOM = FLAGS_AT + (64 << 10)  # bytes of a rank at each other one
 
 FINE, LATE, ENDED = range(3)  # what a report begins with
 REPORT_WORDS = 2
 
 _PEER = np.dtype([("out", "<u8"), ("in", "<u8"), ("is_narrow", "<i4"), ("pad", "<i4", 3)])
-_COUNTS = ("<u4", (MOST_RANKS, BLOCKS))
+_COUNTS = ("<u4", (MOST_RANKS, PIECE_BLOCKS))
 RECORD = np.dtype(
     [
-        ("limit_ns", "<u8"),
+        ("limit_ticks", "<i8"),
         ("abort", "<u8"),
         ("waits_for", "<u8"),
         ("report", "<u8"),
@@ -41,7 +42,7 @@ RECORD = np.dtype(
         ("mate_ranks", "<i4", MOST_RANKS),
         ("partner_ranks", "<i4", MOST_RANKS),
         ("peers", _PEER, MOST_RANKS),
-        ("packs", *_COUNTS),
+        ("packs", "<u4", (MOST_RANKS, PACK_BLOCKS)),
         ("pieces", *_COUNTS),
         ("sent", *_COUNTS),
         ("taken", *_COUNTS),
@@ -92,14 +93,16 @@ class Words:
 
 
 def record_of(
-    rank: int, ways: Sequence[Way | None], islands: Islands, seconds: float, words: Words
+    rank: int, ways: Sequence[Way | None], islands: Islands, limit_ticks: int, words: Words
 ) -> np.ndarray:
     """uint8 bytes of what kernels read of a group. ways: by rank; None for this one."""
     assert len(ways) <= MOST_RANKS, len(ways)
     record = np.zeros(1, RECORD)
     one = record[0]
-    one["limit_ns"] = round(seconds * 1e9)
+    one["limit_ticks"] = limit_ticks
     one["abort"], one["waits_for"], one["report"] = words.abort, words.waits_for, words.report
+    if len(ways) == 2:  # either adds everything: one step where slices take two
+        islands = Islands(((0,), (1,)))
     island, mate = islands.of(rank)
     mates, partners = islands.ranks[island], [each[mate] for each in islands.ranks]
     one["rank"], one["ranks"] = rank, len(ways)
@@ -116,7 +119,8 @@ def record_of(
 
 class Links:
     """A group as launchers see it. record: the address of its record in device memory. report:
-    words in host memory. owners: what keeps all that alive."""
+    words in host memory. blocks: that all ranks' GPUs can run at once. owners: what keeps all that
+    alive."""
 
     def __init__(
         self,
@@ -126,10 +130,12 @@ class Links:
         islands: Islands,
         report: np.ndarray,
         seconds: float = 0.0,
+        blocks: int = PIECE_BLOCKS,
         owners: Sequence[object] = (),
     ) -> None:
         self.record, self.rank, self.ranks = record, rank, ranks
-        self.islands, self.mates = len(islands.ranks), len(islands.ranks[0])
+        self.islands, self.mates = len(islands.ranks), len(islands.ranks[0]) if ranks > 2 else 1
+        self.blocks = blocks
         self._report, self._seconds, self._owners = report, seconds, owners
 
     def check(self) -> None:

@@ -24,7 +24,8 @@ from voltapile.shm.segment import Segment, SegmentError
 log = logging.getLogger(__name__)
 
 REPORT_BYTES = 64
-_LETTER = struct.Struct("<QQi64s")  # process, address, GPU, handle
+_LETTER = struct.Struct("<QQii64s")  # process, address, GPU, its multiprocessors, handle
+BLOCKS_EACH = 2  # of the largest kernels, on a multiprocessor
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Wires:
     into: list[int] = field(default_factory=list)  # where it reads what each wrote
     is_linked: list[bool] = field(default_factory=list)  # by more than PCIe
     by_host: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))
+    blocks: int = 1  # that every rank's GPU runs at once
     mailbox: Segment | None = None  # of this rank
     owners: list[object] = field(default_factory=list)
 
@@ -62,11 +64,11 @@ def open_links(ops: proof.Prover, group: Group) -> Links:
 def _open_peers(wires: Wires) -> None:
     """Exchange handles of the inboxes, and open those of one's own island."""
     device, group = wires.ops.device, wires.group
-    letter = _LETTER.pack(
-        os.getpid(), wires.inbox.ptr, device.number, device.handle_of(wires.inbox)
-    )
+    size, handle = wires.ops.multiprocessors, device.handle_of(wires.inbox)
+    letter = _LETTER.pack(os.getpid(), wires.inbox.ptr, device.number, size, handle)
     letters = [_LETTER.unpack(each) for each in group.exchange(letter)]
-    for rank, (process, address, number, handle) in enumerate(letters):
+    wires.blocks = BLOCKS_EACH * min(each[3] for each in letters)
+    for rank, (process, address, number, _, handle) in enumerate(letters):
         start: int | None = None
         if process == os.getpid():
             start = address
@@ -196,7 +198,8 @@ def _record(wires: Wires, islands: Islands) -> Links:
         assert out is not None
         is_narrow = bool(wires.by_host[group.rank, other]) or not wires.is_linked[other]
         ways[other] = Way(out, wires.into[other], is_narrow)
-    values = record_of(group.rank, ways, islands, group.seconds, words)
+    limit = round(group.seconds * device.ticks_per_second)
+    values = record_of(group.rank, ways, islands, limit, words)
     place = wires.into[group.rank]
     pinned = Pinned(values.nbytes)
     pinned.bytes[:] = values
@@ -206,7 +209,16 @@ def _record(wires: Wires, islands: Islands) -> Links:
     log.info("rank %d: islands %s", group.rank, list(islands.ranks))
     owners = [wires.inbox, report, *wires.owners]
     counted = report.bytes.view(np.uint32)
-    return Links(place, group.rank, group.ranks, islands, counted, group.seconds, owners)
+    return Links(
+        place,
+        group.rank,
+        group.ranks,
+        islands,
+        counted,
+        group.seconds,
+        wires.blocks,
+        owners,
+    )
 
 
 def _host_word(wires: Wires, address: int) -> int:

@@ -14,16 +14,19 @@
 
 namespace voltapile {
 
-constexpr int MOST_RANKS = 16, BLOCKS = 128;
-constexpr int SLOTS = 512;    // packs of a block in one exchange
-constexpr int PIECE = 4096;   // floats of a block in one exchange of plain data
-constexpr int HALF_PACKS = BLOCKS * SLOTS;
+constexpr int MOST_RANKS = 16;
+constexpr int PACK_BLOCKS = 128, PIECE_BLOCKS = 256;  // of a grid, at most
+constexpr int SLOTS = 512;   // packs of a block in one exchange
+constexpr int PIECE = 4096;  // floats of a block in one exchange of plain data
+constexpr int MESSAGE = 2048;  // floats of a block in one of a message's parts
 // A rank's room at another: packs, pieces, messages, flags.
+constexpr int HALF_PACKS = PACK_BLOCKS * SLOTS;
+constexpr long long HALF_PIECES = 4LL * PIECE_BLOCKS * PIECE;
+constexpr long long HALF_MESSAGES = 4LL * PIECE_BLOCKS * MESSAGE;
 constexpr long long PACKS_AT = 0, PIECES_AT = 2LL * HALF_PACKS * 24;
-constexpr long long HALF_PIECES = 4LL * BLOCKS * PIECE;
 constexpr long long MESSAGES_AT = PIECES_AT + 2 * HALF_PIECES;
-constexpr long long FLAGS_AT = MESSAGES_AT + 2 * HALF_PIECES;
-enum Flag { PIECE_FLAG, SENT_FLAG, TAKEN_FLAG };  // each BLOCKS words
+constexpr long long FLAGS_AT = MESSAGES_AT + 2 * HALF_MESSAGES;
+enum Flag { PIECE_FLAG, SENT_FLAG, TAKEN_FLAG };  // each PIECE_BLOCKS words
 
 enum Code { FINE, LATE, ENDED };
 
@@ -35,7 +38,7 @@ struct Peer {
 };
 
 struct Group {
-  unsigned long long limit_ns;
+  long long limit_ticks;
   const unsigned* abort;  // in host memory; not 0: give up
   int* waits_for;         // in host memory: the rank that this one waits for, or -1
   unsigned* report;       // in host memory: a Code and the rank that did not come
@@ -46,12 +49,14 @@ struct Group {
   int pad;
   int mate_ranks[MOST_RANKS], partner_ranks[MOST_RANKS];  // of the island; of the same place in each
   Peer peers[MOST_RANKS];
-  unsigned packs[MOST_RANKS][BLOCKS];   // exchanges so far
-  unsigned pieces[MOST_RANKS][BLOCKS];
-  unsigned sent[MOST_RANKS][BLOCKS], taken[MOST_RANKS][BLOCKS];
+  unsigned packs[MOST_RANKS][PACK_BLOCKS];  // exchanges so far
+  unsigned pieces[MOST_RANKS][PIECE_BLOCKS];
+  unsigned sent[MOST_RANKS][PIECE_BLOCKS], taken[MOST_RANKS][PIECE_BLOCKS];
 };
 
-// The patience of one thread in one kernel.
+// The patience of one thread in one kernel. Looking up must be cheap: while a rank looks up it is
+// late itself, and then the others do. Time is told by the multiprocessor's own clock, since all
+// threads of the GPU queue up for the global one; the host's words are looked at seldom.
 class Wait {
  public:
   __device__ Wait(Group* group) : group_(group) {}
@@ -68,17 +73,17 @@ class Wait {
   }
 
  private:
-  static constexpr unsigned long long SOON = 10000000;  // ns before others are told of a wait
+  static constexpr long long SELDOM = 1 << 21, SOON = 1 << 23;  // ticks: one to four ms or so
 
   __device__ bool look_up(int other) {
-    const unsigned long long now = now_ns();
-    if (began_ == 0) began_ = now;
+    const long long now = ticks();
+    if (began_ == 0) began_ = looked_ = now;
     if (load_fresh(&group_->has_failed)) return true;
-    const unsigned long long waited = now - began_;
-    if (waited > group_->limit_ns) return fail(LATE, other);
-    if (threadIdx.x % 32 != 0) return false;  // few look at the host's memory
+    if (now - began_ > group_->limit_ticks) return fail(LATE, other);
+    if (now - looked_ < SELDOM || threadIdx.x % 32 != 0) return false;
+    looked_ = now;
     if (load_fresh(group_->abort)) return fail(ENDED, other);
-    if (!has_told_ && waited > SOON) {
+    if (!has_told_ && now - began_ > SOON) {
       store_fresh(reinterpret_cast<unsigned*>(group_->waits_for), other);
       has_told_ = true;
     }
@@ -97,7 +102,7 @@ class Wait {
 
   Group* group_;
   unsigned looks_ = 0;
-  unsigned long long began_ = 0;
+  long long began_ = 0, looked_ = 0;
   bool has_told_ = false;
 };
 
@@ -138,11 +143,11 @@ __device__ __forceinline__ float* piece_of(char* room, unsigned exchange) {
          blockIdx.x * PIECE;
 }
 __device__ __forceinline__ float* message_of(char* room, unsigned number) {
-  return reinterpret_cast<float*>(room + MESSAGES_AT + (number & 1) * HALF_PIECES) +
-         blockIdx.x * PIECE;
+  return reinterpret_cast<float*>(room + MESSAGES_AT + (number & 1) * HALF_MESSAGES) +
+         blockIdx.x * MESSAGE;
 }
 __device__ __forceinline__ unsigned* flag_of(char* room, Flag flag) {
-  return reinterpret_cast<unsigned*>(room + FLAGS_AT) + flag * BLOCKS + blockIdx.x;
+  return reinterpret_cast<unsigned*>(room + FLAGS_AT) + flag * PIECE_BLOCKS + blockIdx.x;
 }
 
 // Counters wrap round.

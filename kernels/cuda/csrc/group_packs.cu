@@ -1,6 +1,6 @@
 // Collectives of small arrays by packs: whoever has a pack writes it to whom it concerns, and polls.
 // No barrier, no fence, no host. A thread has one pack of each exchange; blocks are SLOTS threads at
-// most, a grid BLOCKS at most, and both are the same on all ranks. `first`: where in the arrays this
+// most, a grid PACK_BLOCKS at most, and both are the same on all ranks. `first`: where in the arrays this
 // launch begins.
 #include "grid.cuh"
 #include "group.cuh"

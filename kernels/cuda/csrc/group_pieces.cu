@@ -1,6 +1,6 @@
 // Collectives of large arrays by plain data and flags: a block moves pieces of up to PIECE floats,
-// says so behind them, and waits for the others' word. 512 threads; a grid BLOCKS at most, the same
-// on all ranks. Counts of floats are multiples of 4.
+// says so behind them, and waits for the others' word. 512 threads; a grid PIECE_BLOCKS at most, the
+// same on all ranks. Counts of floats are multiples of 4.
 #include "grid.cuh"
 #include "group.cuh"
 
@@ -16,9 +16,9 @@ __device__ __forceinline__ float4 plus(float4 a, float4 b) {
 struct Range {
   long long first;
   int length;  // float4
-  __device__ Range(long long begin, long long count) : first(begin) {
+  __device__ Range(long long begin, long long count, int most = PIECE) : first(begin) {
     const long long rest = (count - begin) / 4;
-    length = static_cast<int>(rest < 0 ? 0 : rest < PIECE / 4 ? rest : PIECE / 4);
+    length = static_cast<int>(rest < 0 ? 0 : rest < most / 4 ? rest : most / 4);
   }
 };
 
@@ -120,9 +120,9 @@ __device__ void pass_on(Group* group, float* x, long long count, int other) {
   unsigned* counter = IS_SENT ? &group->sent[other][block] : &group->taken[other][block];
   unsigned number = *counter;
   Wait wait(group);
-  for (long long begin = static_cast<long long>(block) * PIECE; begin < count;
-       begin += static_cast<long long>(gridDim.x) * PIECE, ++number) {
-    const Range range(begin, count);
+  for (long long begin = static_cast<long long>(block) * MESSAGE; begin < count;
+       begin += static_cast<long long>(gridDim.x) * MESSAGE, ++number) {
+    const Range range(begin, count, MESSAGE);
     if (threadIdx.x == 0) {
       if (IS_SENT) await(flag_of(peer.in, TAKEN_FLAG), number - 1, other, wait);
       else await(flag_of(peer.in, SENT_FLAG), number + 1, other, wait);

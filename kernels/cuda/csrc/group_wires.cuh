@@ -49,11 +49,11 @@ inline unsigned swap(unsigned* at, unsigned value) {
   return __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL);
 }
 inline void order_all() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline unsigned long long now_ns() {
+inline long long ticks() {
   sched_yield();  // the peer may need this CPU
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1000000000ull + t.tv_nsec;
+  return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 
 #else
@@ -111,11 +111,7 @@ __device__ __forceinline__ unsigned swap(unsigned* at, unsigned value) {
   return atomicExch(at, value);
 }
 __device__ __forceinline__ void order_all() { __threadfence_system(); }
-__device__ __forceinline__ unsigned long long now_ns() {
-  unsigned long long ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
+__device__ __forceinline__ long long ticks() { return clock64(); }
 
 #endif
 

@@ -16,10 +16,12 @@ import pytest
 from voltapile.kernels.cuda import group
 from voltapile.kernels.cuda.compile import CSRC
 from voltapile.kernels.cuda.links import (
-    BLOCKS,
     FLAGS_AT,
+    MESSAGE,
     MOST_RANKS,
+    PACK_BLOCKS,
     PIECE,
+    PIECE_BLOCKS,
     RECORD,
     ROOM,
     SLOTS,
@@ -68,7 +70,7 @@ class Stage:
         self.memory = np.frombuffer(self.map, np.uint8)
         if start:  # as if so many exchanges had been: close to where counters wrap round
             rooms = self.memory[:-4096].reshape(-1, ROOM)
-            rooms[:, : 2 * BLOCKS * SLOTS * 24] = 0x55
+            rooms[:, : 2 * PACK_BLOCKS * SLOTS * 24] = 0x55
             rooms[:, FLAGS_AT:].view(np.uint32)[:] = start % (1 << 32)
         self.words = self.memory[-4096:].view(np.int32)  # abort, then a wait and a report each
         self.pipes: list[Connection] = []
@@ -89,7 +91,7 @@ class Stage:
         mine[0] = -1
         words = Words(self.words.ctypes.data, mine.ctypes.data, mine[4:].ctypes.data)
         ways = [way(other) for other in range(self.ranks)]
-        record = record_of(rank, ways, self.islands, self.seconds, words)
+        record = record_of(rank, ways, self.islands, round(self.seconds * 1e9), words)
         counts = record.view(RECORD)[0]
         for name in ("packs", "pieces", "sent", "taken"):
             counts[name][:] = self.start % (1 << 32)
@@ -159,12 +161,14 @@ def total_of(parts: np.ndarray, islands: Sequence[Sequence[int]]) -> np.ndarray:
 
 def test_the_layout_is_that_of_the_kernels() -> None:
     text = (CSRC / "group.cuh").read_text()
-    assert f"MOST_RANKS = {MOST_RANKS}, BLOCKS = {BLOCKS};" in text
+    assert f"MOST_RANKS = {MOST_RANKS};" in text
+    assert f"PACK_BLOCKS = {PACK_BLOCKS}, PIECE_BLOCKS = {PIECE_BLOCKS};" in text
     assert f"SLOTS = {SLOTS};" in text
     assert f"PIECE = {PIECE};" in text
-    assert FLAGS_AT == 2 * BLOCKS * SLOTS * 24 + 2 * 2 * BLOCKS * PIECE * 4
-    assert ROOM >= FLAGS_AT + 3 * BLOCKS * 4
-    assert RECORD.itemsize == 64 + 8 * MOST_RANKS + 32 * MOST_RANKS + 16 * MOST_RANKS * BLOCKS
+    assert f"MESSAGE = {MESSAGE};" in text
+    assert ROOM >= FLAGS_AT + 3 * PIECE_BLOCKS * 4
+    counts = 4 * MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS)
+    assert RECORD.itemsize == 64 + 8 * MOST_RANKS + 32 * MOST_RANKS + counts
 
 
 def test_islands_are_equal_groups_that_reach_each_other() -> None:
@@ -256,7 +260,7 @@ def test_sums_of_pieces(
 ) -> None:
     monkeypatch.setattr(group, "PUSH_BYTES", 0)
     monkeypatch.setattr(group, "SLICE_BYTES", 0)
-    monkeypatch.setattr(group, "BLOCKS", 2)  # so that a block comes to several rounds
+    monkeypatch.setattr(group, "PIECE_BLOCKS", 2)  # so that a block comes to several rounds
     ranks = sum(map(len, islands))
     shapes = [(1, 4), (1, 4096), (3, 12_340), (7, 8192)]
 
@@ -318,7 +322,7 @@ def test_broadcast(ops: EmulatedOps) -> None:
 
 
 def test_messages_of_many_pieces(ops: EmulatedOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "BLOCKS", 2)
+    monkeypatch.setattr(group, "PIECE_BLOCKS", 2)
     shapes = [(1, 4), (5, 4096), (3, 8192), (1, 576), (9, 4096)]
 
     def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:

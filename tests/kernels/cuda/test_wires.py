@@ -40,6 +40,7 @@ class HostDevice:
 
     def __init__(self, memory: np.ndarray, rank: int, broken: set[Pair], deaf: set[Pair]) -> None:
         self.number, self.memory = rank, memory
+        self.ticks_per_second = 1e9
         self._broken = {pair[1] for pair in broken if pair[0] == rank}
         self._deaf = {pair[1] for pair in deaf if pair[0] == rank}
         self.failure: type[Exception] = Exception
@@ -145,6 +146,7 @@ def opened(
         links = wires.open_links(ops, group)
         record = record_at(links)
         narrow = [other for other in range(RANKS) if record["peers"][other]["is_narrow"]]
+        assert links.blocks == 2 * emulated.multiprocessors
         return links.islands, links.mates, narrow, told, sums_are_right(ops, links)
 
     def open_all(**options: Any) -> list[Any]:

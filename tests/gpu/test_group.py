@@ -1,0 +1,181 @@
+"""Six ranks in one process on one GPU: a stream each, all ways of sums, many replays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+from voltapile.kernels.group import GroupError
+from voltapile.shm.board import Board
+from voltapile.workers.group import meet
+
+RANKS = 6
+WAYS = {
+    "one island": ([], []),
+    "two islands": ([0, 0, 0, 1, 1, 1], []),
+    "a pair by the host": ([], [(1, 4)]),
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def ranks(request: pytest.FixtureRequest, ptx: Path | None) -> Iterator[list[Any]]:
+    from voltapile.kernels.cuda.ops import CudaOps
+
+    islands, faults = WAYS[request.param]
+    name = f"test-{uuid4().hex[:12]}"
+    board = Board.create(name, RANKS)
+    all_ops = [CudaOps(0, 64 << 20, ptx) for _ in range(RANKS)]
+
+    def join(rank: int) -> None:
+        board.join(rank)
+        group = meet(name, board, rank, 5.0, 60.0, islands)
+        group.faults = faults
+        all_ops[rank].join(group)
+
+    in_threads(join)
+    yield all_ops
+    for ops in all_ops:
+        ops.prepare(lambda: None)
+    board.close()
+
+
+def in_threads(work: Callable[[int], None]) -> None:
+    errors: list[Exception] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            work(rank)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors, errors
+
+
+def put(ops: Any, values: np.ndarray) -> Any:
+    array = ops.zeros(values.shape, values.dtype)
+    ops.upload(array, values)
+    return array
+
+
+def parts_of(seed: int, *shape: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    scale = 10.0 ** rng.integers(-3, 4, (RANKS, *shape))
+    return (rng.standard_normal((RANKS, *shape)) * scale).astype(np.float32)
+
+
+def total_of(parts: np.ndarray, has_islands: bool) -> np.ndarray:
+    def add(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        total = arrays[0].copy()
+        for array in arrays[1:]:
+            total += array
+        return total
+
+    return add([add(parts[:3]), add(parts[3:])]) if has_islands else add(parts)
+
+
+def record(all_ops: list[Any], step: Callable[[int, Any], None]) -> list[Any]:
+    """A graph of each rank. Everything is loaded first, since kernels will wait for each other."""
+    for rank, ops in enumerate(all_ops):
+        ops.prepare(lambda rank=rank, ops=ops: step(rank, ops))
+        ops.reset_scratch()
+    graphs = []
+    for rank, ops in enumerate(all_ops):
+        with ops.capture() as graph:
+            step(rank, ops)
+        graphs.append(graph)
+    return graphs
+
+
+# small, so that all ranks' blocks are on the GPU at once
+SHAPES = [(1, 576), (1, 4096), (3, 1000), (7, 1023)]
+LARGE = (20, 16_384)
+
+
+@pytest.mark.gpu
+def test_sums(ranks: list[Any], request: pytest.FixtureRequest) -> None:
+    has_islands = ranks[0]._links.islands > 1
+    shapes = [*SHAPES, LARGE]
+    parts = [parts_of(seed, *shape) for seed, shape in enumerate(shapes)]
+    mine = [[put(ops, each[rank]) for each in parts] for rank, ops in enumerate(ranks)]
+    sums = [[put(ops, np.zeros(shape, np.float32)) for shape in shapes] for ops in ranks]
+
+    def step(rank: int, ops: Any) -> None:
+        for i, shape in enumerate(shapes):
+            ops.all_reduce(mine[rank][i], shape, sums[rank][i])
+
+    graphs = record(ranks, step)
+    for graph in graphs:
+        graph.replay()
+    for rank, ops in enumerate(ranks):
+        ops.synchronize()
+        for i in range(len(shapes)):
+            expected = total_of(parts[i], has_islands) + np.float32(0)
+            assert ops.to_host(sums[rank][i]).tobytes() == expected.tobytes(), (rank, shapes[i])
+
+
+@pytest.mark.gpu
+def test_many_replays(ranks: list[Any]) -> None:
+    shape, count = (2, 3000), 2000
+    parts = [put(ops, np.full(shape, 1.0 + rank, np.float32)) for rank, ops in enumerate(ranks)]
+    sums = [put(ops, np.zeros(shape, np.float32)) for ops in ranks]
+    flags = [put(ops, np.full(9, rank, np.int32)) for rank, ops in enumerate(ranks)]
+    wide: list[Any] = [None] * RANKS
+
+    def step(rank: int, ops: Any) -> None:
+        for _ in range(3):
+            ops.all_reduce(parts[rank], shape, sums[rank])
+        wide[rank] = ops.all_gather(parts[rank], 2, [3000] * RANKS)
+        if rank:
+            ops.receive(shape, rank - 1)
+        if rank < RANKS - 1:
+            ops.send(parts[rank], rank + 1)
+        ops.broadcast_(flags[rank], 2)
+
+    graphs = record(ranks, step)
+    order = np.random.default_rng(0)
+    for i in range(count):
+        for rank in order.permutation(RANKS):
+            graphs[rank].replay()
+        if i % 16 == 15:
+            for ops in ranks:
+                ops.synchronize()
+    for rank, ops in enumerate(ranks):
+        ops.synchronize()
+        assert (ops.to_host(sums[rank]) == 3 * count * sum(range(1, RANKS + 1))).all()
+        assert (ops.to_host(flags[rank]) == 2).all()
+        parts_seen = ops.to_host(wide[rank]).reshape(2, RANKS, 3000)
+        assert (parts_seen == np.arange(1.0, RANKS + 1)[None, :, None]).all()
+
+
+@pytest.mark.gpu
+def test_a_rank_that_does_not_come(ptx: Path | None) -> None:
+    from voltapile.kernels.cuda.ops import CudaOps
+
+    name = f"test-{uuid4().hex[:12]}"
+    board = Board.create(name, 2)
+    both = [CudaOps(0, 16 << 20, ptx) for _ in range(2)]
+
+    def join(rank: int) -> None:
+        if rank < 2:
+            board.join(rank)
+            both[rank].join(meet(name, board, rank, 0.5, 60.0))
+
+    in_threads(join)
+    part = put(both[0], np.ones((1, 100), np.float32))
+    both[0].prepare(lambda: both[0].all_reduce(part, (1, 100)))
+    both[0].all_reduce(part, (1, 100))
+    both[0].all_reduce(part, (1, 100))
+    with pytest.raises(GroupError, match=r"rank 0 has waited 0.5 s for rank 1, which has not come"):
+        both[0].synchronize()
+    assert board.health(0).waits_for == 1
+    board.close()
