@@ -19,7 +19,7 @@ from voltapile.topology.layout import Layout, layout_of
 from voltapile.topology.machine import Machine
 from voltapile.topology.memory import Load, memory_of, row_bytes
 from voltapile.topology.overrides import Obeyed, Rule, faults, obey, rules_of
-from voltapile.topology.placement import TABLE, Places, by_rules, fit, usual
+from voltapile.topology.placement import TABLE, Places, by_rules, fit, usual_places
 from voltapile.topology.plan import (
     INDEX_RING,
     Backend,
@@ -28,6 +28,7 @@ from voltapile.topology.plan import (
     Override,
     Placement,
     Plan,
+    PlanError,
     RankPlan,
 )
 from voltapile.topology.ranks import Spread, divide_cpus
@@ -78,7 +79,7 @@ def draft_of(
     devices = {name: rank for rank, name in enumerate(_devices(layout))}
     rules = rules_of(options, spec, devices, len(spread.shares)) if backend.in_vram else []
     obeyed = obey(rules, layout.tensors, spec)
-    places = by_rules(usual(layout.tensors, backend, options), rules, obeyed)
+    places = by_rules(usual_places(layout.tensors, backend, options), rules, obeyed)
     notes: list[str] = []
     if backend.in_vram and options.fit:
         places = fit(places, obeyed.places, layout.budget, spec, machine, options, notes)
@@ -134,6 +135,7 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
             msgspec.structs.replace(group, pages=count)
             for group, count in zip(layout.groups, counts, strict=True)
         ],
+        islands=_islands(layout),
         tensors=_placements(gguf, draft),
         shared=layout.shared(draft.places),
         overrides=_overrides(draft),
@@ -147,6 +149,15 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
         warnings=warnings,
         notes=_notes(draft),
     )
+
+
+def _islands(layout: Layout) -> list[int]:
+    """--islands, checked. Raises PlanError."""
+    given, ranks = layout.options.islands, len(layout.spread.shares)
+    if given and (len(given) != ranks or min(given) < 0):
+        shown = ",".join(map(str, given))
+        raise PlanError(f"--islands {shown}: expected a number for each of {ranks} rank(s)")
+    return list(given)
 
 
 def _taken(layout: Layout) -> list[str]:

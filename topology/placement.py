@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from voltapile.shm.gguf import Tensor
-from voltapile.topology.budget import Budget, show
+from voltapile.topology.budget import LEAST_CONTEXT, Budget, show
 from voltapile.topology.machine import Machine
 from voltapile.topology.overrides import Obeyed, Place, Rule, layer_of, role_of
 from voltapile.topology.plan import Backend, Options
@@ -50,7 +50,7 @@ class Move:
 BudgetOf = Callable[[Places], Budget]
 
 
-def usual(tensors: Mapping[str, Tensor], backend: Backend, options: Options) -> Places:
+def usual_places(tensors: Mapping[str, Tensor], backend: Backend, options: Options) -> Places:
     """Without any rule and with memory for everything."""
     place = VRAM if backend.in_vram else HOST if options.no_mmap else MAPPED
     return Places(
@@ -80,9 +80,11 @@ def fit(
 ) -> Places:
     """With as much moved out of VRAM as must be for the context, and out of host memory into the
     file where that is full. fixed: what rules have said of, which stays."""
+    usual = budget_of(places)
+    least = options.context or min(spec.context, LEAST_CONTEXT)
     wanted = options.context or min(spec.context, FIT_CONTEXT)
-    needed = -(-wanted // budget_of(places).page_tokens)
-    if not _holds(budget_of(places), needed if options.context else 1):
+    needed = -(-wanted // usual.page_tokens)
+    if not _holds(usual, -(-least // usual.page_tokens)):
         moves = _moves(places, fixed, spec, machine, options)
 
         def holds(count: int) -> bool:

@@ -59,6 +59,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     split_mode: str = ""  # -sm: none | layer | tensor | experts; "" means choose
     router_input: str = ""  # f32: not rounded to BF16 where the model's router was trained on that
     tensor_split: list[float] = []  # -ts: proportions of the ranks; [] means equal ones
+    islands: list[int] = []  # --islands: of each rank; [] means as the GPUs reach each other
     devices: list[int] = []  # --device: GPUs by their index; [] means those that help
     gpu_layers: int = -1  # -ngl: last layers in VRAM, the output matrix one of them; -1: all
     cpu_moe: int = 0  # --n-cpu-moe: first layers whose experts do not stay in VRAM
@@ -156,6 +157,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     caches: list[CacheGroup]
     tensors: dict[str, Placement]
     mode: str = "single"  # single | layer | tensor | experts
+    islands: list[int] = []  # of each rank, where the user has declared them
     shared: dict[str, int] = {}  # bytes of host memory that all ranks read, by purpose
     overrides: list[Override] = []
     notes: list[str] = []  # what was chosen, and why

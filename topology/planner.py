@@ -33,11 +33,18 @@ def plan(
 
 
 def largest_context(
-    spec: Spec, gguf: TensorTable, machine: Machine, backend: Backend, options: Options
+    spec: Spec,
+    gguf: TensorTable,
+    machine: Machine,
+    backend: Backend,
+    options: Options,
+    ranks: int = 0,
 ) -> int:
-    """Most tokens that one request could use here; 0 if the model does not fit at all."""
+    """Most tokens that one request could use here, on so many ranks if not 0, without moving more
+    out of VRAM; 0 if the model does not fit at all."""
     drafts = _drafts(spec, gguf, machine, backend, options)
-    return max(draft.budget.largest for draft in drafts)
+    chosen = [each for each in drafts if len(each.layout.spread.shares) == ranks]
+    return max(draft.budget.largest for draft in chosen or drafts)
 
 
 def _drafts(

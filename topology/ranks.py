@@ -20,7 +20,7 @@ from voltapile.topology.share import Share, divide, layer_shares, tensor_shares,
 from voltapile.topology.spec import Spec
 
 MODES = ("none", "layer", "tensor", "experts")
-MAX_RANKS = 64  # as many as a Board has places for
+MAX_RANKS = 56  # as many as a Board has places for
 LEAST_UNIT = 32  # columns that stay together even where a format has smaller blocks
 TILE, MANY_TILES = 128, 8  # columns that kernels take at once; of which a rank should have some
 EVEN_SHARE = 0.9  # of the largest GPU's free memory: with that, a smaller one gets as much

@@ -334,7 +334,8 @@ def open_engine(
             if len(plan.ranks) > 1:
                 assert board is not None
                 stages("group", 0.0)
-                ops.join(meet(plan.id, board, rank, WAIT_SECONDS[plan.backend]))
+                wait = WAIT_SECONDS[plan.backend]
+                ops.join(meet(plan.id, board, rank, wait, islands=plan.islands))
             engine = Engine(plan, ops, gguf, rank, is_dummy)
             engine.load(stages)
             log.info("%s", stages.summary(gguf.tensor_bytes))

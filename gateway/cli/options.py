@@ -64,6 +64,9 @@ def _add_placement_options(parser: argparse.ArgumentParser) -> None:
         help="how ranks share the model: whole layers, a part of each, or experts")  # fmt: skip
     add("-ts", "--tensor-split", default=[], type=parts, metavar="N,N,...",
         help="how much each rank takes, e.g. 3,1; equal without it")  # fmt: skip
+    add("--islands", default=[], type=numbers, metavar="N,N,...",
+        help="the island of each rank, whatever links there are; ranks of two islands meet in host "
+        "memory")  # fmt: skip
     add("-ngl", "--n-gpu-layers", "--gpu-layers", dest="gpu_layers", type=int, default=-1,
         metavar="N", help="last layers in VRAM; 0 keeps the GPU out, -1: all")  # fmt: skip
     add("-ncmoe", "--n-cpu-moe", dest="cpu_moe", type=int, default=0, metavar="N",
@@ -86,6 +89,11 @@ def _add_placement_options(parser: argparse.ArgumentParser) -> None:
 def parts(text: str) -> list[float]:
     """The numbers of -ts. Raises ValueError."""
     return [float(each) for each in text.replace("/", ",").split(",")]
+
+
+def numbers(text: str) -> list[int]:
+    """Raises ValueError."""
+    return [int(each) for each in text.split(",")]
 
 
 def size(text: str) -> int:
@@ -182,10 +190,12 @@ class Inputs:
 
         return plan(self.spec, self.gguf, self.machine, self.backend, self.options)
 
-    def largest_context(self) -> int:
+    def largest_context(self, ranks: int) -> int:
+        """On so many ranks."""
         from voltapile.topology.planner import largest_context
 
-        return largest_context(self.spec, self.gguf, self.machine, self.backend, self.options)
+        made_of = self.spec, self.gguf, self.machine, self.backend, self.options
+        return largest_context(*made_of, ranks)
 
 
 def read_inputs(args: argparse.Namespace, endpoint: str = "") -> Inputs:
@@ -220,6 +230,7 @@ def options_of(args: argparse.Namespace, endpoint: str = "") -> Options:
         split_mode=args.split_mode,
         tensor_split=args.tensor_split,
         devices=devices(args.device),
+        islands=args.islands,
         gpu_layers=args.gpu_layers,
         cpu_moe=args.cpu_moe,
         overrides=args.override_tensor,

@@ -137,12 +137,13 @@ def test_proportions(gguf: Gguf, laptop: Machine) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ranks": -1}, "--ranks -1: expected 1 to 64"),
-        ({"ranks": 65}, "--ranks 65: expected 1 to 64"),
+        ({"ranks": -1}, "--ranks -1: expected 1 to 56"),
+        ({"ranks": 65}, "--ranks 65: expected 1 to 56"),
         ({"ranks": 2, "tensor_split": [1.0]}, "-ts 1: 1 parts for 2 rank.*one number for each"),
         ({"tensor_split": [0.0, 0.0]}, "-ts 0,0: all parts are 0; give at least one"),
         ({"tensor_split": [1.0, -1.0]}, "-ts 1,-1: expected numbers that are not negative"),
         ({"tensor_split": [1.0, float("nan")]}, "-ts 1,nan: expected numbers"),
+        ({"ranks": 2, "islands": [0]}, "--islands 0: expected a number for each of 2 rank"),
         ({"ranks": 2, "split_mode": "none"}, "-sm none computes on one rank, but --ranks is 2"),
         ({"ranks": 2, "split_mode": "experts"}, "a llama model has no experts; use -sm tensor"),
         ({"ranks": 2, "split_mode": "columns"}, "-sm columns: expected one of none, layer"),
@@ -151,6 +152,11 @@ def test_proportions(gguf: Gguf, laptop: Machine) -> None:
 def test_refused(gguf: Gguf, laptop: Machine, options: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_of(gguf, laptop, **options)
+
+
+def test_islands_may_be_declared(gguf: Gguf, laptop: Machine) -> None:
+    assert plan_of(gguf, laptop, ranks=2, islands=[0, 1]).islands == [0, 1]
+    assert plan_of(gguf, laptop, ranks=2).islands == []
 
 
 def test_row_mode_is_tensor_mode(gguf: Gguf, laptop: Machine) -> None:
