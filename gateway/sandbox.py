@@ -19,7 +19,6 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, cast
 
 import jinja2
-import jinja2.debug  # which Jinja imports when the first template fails
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
@@ -29,6 +28,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 TEXT, ERROR, FULL = "text", "error", "full"  # kinds of answers; after FULL this process ends
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 768 << 20  # of addresses: itself, the variables, and all that a template makes of them
+# Whoever gets out of Jinja's sandbox finds no file, no socket and no other process.
+LIMITS = {
+    resource.RLIMIT_AS: MAX_BYTES,
+    resource.RLIMIT_FSIZE: 0,
+    resource.RLIMIT_NOFILE: 3,  # the standard ones, which are open
+    resource.RLIMIT_NPROC: 0,  # root may all the same
+    resource.RLIMIT_CORE: 0,
+}
+# It and Python import and open some things when they are first used: before the limits hold.
+WARM_UP = r"""{{ '\N{EM DASH}' }}{{ ['<a>'] | pprint | wordwrap(9) | striptags }}{{ lipsum(1) }}
+{{ strftime_now('%c %Z') }}
+{{ no.more.now }}"""
 MAX_LENGTH = 16 << 20  # characters of a rendered text
 GRACE_SECONDS = 0.5  # for Python to raise an exception, before the kernel ends it
 COMPILED = 8  # templates that are kept
@@ -94,10 +105,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started us
     signal.signal(signal.SIGVTALRM, _give_up)
-    for limit, value in ((resource.RLIMIT_AS, MAX_BYTES), (resource.RLIMIT_FSIZE, 0)):
-        resource.setrlimit(limit, (value, value))
     sandbox, kind = Sandbox(), TEXT
+    assert sandbox.answer(WARM_UP, {}) == (ERROR, "line 3: 'no' is undefined")
     with socket.socket(fileno=0) as end, end.makefile("rb") as asked:
+        for limit, value in LIMITS.items():
+            resource.setrlimit(limit, (value, value))
         while kind != FULL and len(head := asked.read(LENGTH.size)) == LENGTH.size:
             kind, text = _answer(sandbox, asked.read(LENGTH.unpack(head)[0]))
             data = json.dumps([kind, text]).encode()

@@ -100,6 +100,28 @@ def test_a_process_that_does_not_answer_is_replaced(size: int) -> None:
         assert renderer.render("a", {}) == "a"
 
 
+def test_it_can_open_nothing(renderer: Renderer) -> None:
+    renderer.check("")
+    limits = Path(f"/proc/{renderer.pid}/limits").read_text()
+    found = {line[:25].strip(): line[25:].split()[0] for line in limits.splitlines()[1:]}
+    assert found["Max open files"] == "3"
+    assert found["Max processes"] == found["Max file size"] == "0"
+    assert len(list(Path(f"/proc/{renderer.pid}/fd").iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'aa bb' | wordwrap(2) }}{{ [1] | pprint }}{{ 'a&lt;' | striptags }}", "aa\nbb[1]a<"),
+        (r"{{ '\u00e9\N{EM DASH}' }}{{ 'é' | tojson(ensure_ascii=true) }}", 'é\u2014"\\u00e9"'),
+        ("{{ lipsum(1, false) | length > 9 }}{{ strftime_now('%Y') | length }}", "True4"),
+        ("{{ [3] | random }}{{ 'a b' | urlencode }}{{ {'x': 1} | xmlattr }}", '3a%20b x="1"'),
+    ],
+)
+def test_what_is_imported_late_is_there(renderer: Renderer, source: str, text: str) -> None:
+    assert renderer.render(source, {}) == text
+
+
 def test_many_threads(renderer: Renderer) -> None:
     source = "{% for i in range(n) %}{{ i }},{% endfor %}"
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
