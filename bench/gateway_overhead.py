@@ -33,7 +33,7 @@ COMMAND = [
     "-c",
     "import sys; from voltapile.gateway.cli.main import main; sys.exit(main(sys.argv[1:]))",
 ]
-STREAMS = (1, 8)
+STREAMS = (1, 8, 32)
 PROMPT = 16
 LETTERS = range(300, 340)  # ids whose text is ordinary in every vocabulary that we serve
 

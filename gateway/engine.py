@@ -209,7 +209,9 @@ class Engine:
 
     def _pump(self) -> None:
         """Send Steps until enough are in flight. Step n + 1 leaves before Result n is here."""
-        while self._health.status == "ok" and (step := self._scheduler.schedule()) is not None:
+        if self._health.status != "ok":
+            return
+        while (step := self._scheduler.schedule()) is not None:
             if len(self._scheduler.in_flight) == 1:
                 self._sent_at = time.monotonic()
             self._send(step)
@@ -251,11 +253,11 @@ class Engine:
         oldest = self._scheduler.in_flight[0].step if self._scheduler.in_flight else -1
         chunks = self._scheduler.apply(result)
         if result.id == oldest:
-            self._has_answered = True
-            self._sent_at = time.monotonic()
-            self._stats.steps += 1
-            self._stats.step_seconds = result.seconds
-            self._stats.busy_seconds += result.seconds
+            self._has_answered, self._sent_at = True, time.monotonic()
+            stats = self._stats
+            stats.steps += 1
+            stats.step_seconds = result.seconds
+            stats.busy_seconds += result.seconds
         self._pump()
         self._deliver(chunks)
 

@@ -1,6 +1,9 @@
 """What chat and completions share, where test_chat.py and test_completions.py do not show it."""
 
+import asyncio
+
 import pytest
+from voltapile.gateway.api import sse
 from voltapile.gateway.request import Chunk
 
 BODIES = {
@@ -49,3 +52,27 @@ async def test_nothing_is_left_behind(post, events, engine):
     await post("/v1/completions", {"prompt": ["a", "b"]})
     await events("/v1/completions", {"prompt": ["a", "b"]})
     assert all(stream.cancelled.is_set() for stream in engine.streams)
+
+
+@pytest.mark.parametrize("full", [0, sse.FULL])
+async def test_a_slow_client_gets_everything_of_every_choice(
+    serve, engine, parse, monkeypatch, full
+):
+    """What it does not read waits, merged, in the streams; nothing is lost or out of order."""
+    monkeypatch.setattr(sse, "FULL", full)  # 0: each event waits for the one before it
+    client = await serve()
+    texts = ["".join(chr(97 + (n + k) % 26) for k in range(3000)) for n in range(120)]
+    engine.script = [Chunk(list(text.encode())) for text in texts]
+    engine.script.append(Chunk([257], finish="stop"))
+    body = {"prompt": "hi", "n": 2, "stream": True}
+    async with client.post("/v1/completions", json=body) as response:
+        await asyncio.sleep(0.3)  # longer than the engine needs
+        assert all(not stream.script for stream in engine.streams)
+        data = await response.read()
+    found, finishes = ["", ""], []
+    for payload in parse(data)[:-1]:
+        [choice] = payload["choices"]
+        found[choice["index"]] += choice["text"]
+        finishes += [choice["finish_reason"]] if choice["finish_reason"] else []
+    assert found == ["".join(texts)] * 2
+    assert finishes == ["stop", "stop"]
