@@ -54,8 +54,8 @@ class Costs:
     def observe(self, load: Load, seconds: float) -> None:
         if seconds <= 0.0:
             return
-        self.widest = max(self.widest, load.tokens)
         if load.tokens:
+            self.widest = max(self.widest, load.tokens)
             self._fit(load, max(0.0, seconds - self.base(load.decodes)))
         elif load.decodes in self._bases:
             self._bases[load.decodes] += WEIGHT * (seconds - self._bases[load.decodes])

@@ -48,8 +48,10 @@ class EventStream:
     async def __aenter__(self) -> Self:
         writer = await self.response.prepare(self._request)
         assert writer is not None
+        if self._request.transport is None:
+            raise ConnectionResetError("the client has left")
         writer.send_headers()  # the rest goes past it, since its `write` is a coroutine
-        self._writer = writer
+        self._writer, self._transport = writer, self._request.transport
         self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
         self._watch = asyncio.create_task(self._watch_clock())
         return self
@@ -59,8 +61,8 @@ class EventStream:
 
         Raises ConnectionError if the client has left.
         """
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
+        transport = self._transport
+        if transport.is_closing():
             raise ConnectionResetError("the client has left")
         self._sent = self._loop.time()
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
@@ -121,8 +123,7 @@ class EventStream:
     def _drop(self) -> None:
         """The handler is cancelled, as if the client had left."""
         log.warning("a client did not read for %g s; closing", self._write_seconds)
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        self._transport.abort()
 
 
 def event(payload: Any) -> bytes:
