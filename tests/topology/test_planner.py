@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from reference import CPU, CUDA, MACHINES, MODELS, computer, golden, header, plan_for, usual
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.architectures import spec_of
-from voltapile.topology.plan import Options, PlanError, from_json, to_json, unbuilt
+from voltapile.topology.plan import Options, Plan, PlanError, from_json, to_json, unbuilt
 from voltapile.topology.planner import largest_context, plan
 
 DATA = Path(__file__).parents[1] / "data"
@@ -176,3 +177,52 @@ def test_small_models_are_planned_on_any_number_of_ranks(name: str, ranks: int) 
             options = Options(ranks=ranks, split_mode=mode)
             found = plan(spec_of(gguf), gguf, computer("laptop"), CPU, options)
             assert found.mode == (mode if ranks > 1 else "single")
+
+
+WISHES: dict[str, list[Any]] = {
+    "context": [1, 64, 4096, 100_000, 10**6],
+    "slots": [1, 16, 100],
+    "batch_tokens": [1, 64, 4096],
+    "split_mode": ["none", "layer", "tensor", "experts", "row"],
+    "ranks": [1, 2, 3, 4, 5, 6],
+    "tensor_split": [[1.0, 0.0], [3.0, 1.0], [1.0] * 6, [100.0, 1.0, 1.0, 1.0]],
+    "devices": [[0], [1, 0], [5, 2, 3]],
+    "gpu_layers": [0, 1, 30, 99],
+    "cpu_moe": [1, 99],
+    "overrides": [["experts=host", "ffn=CPU"], [r"blk\.[01]\.=cuda:0"], ["embed=pinned,ngram=disk"]],
+    "fit": [False],
+    "host_bytes": [1 << 30, 512 << 30],
+    "vram_bytes": [[6 << 30], [80 << 30]],
+    "no_mmap": [True],
+}  # fmt: skip
+
+
+def attempt(where: str, model: str, wishes: dict[str, Any]) -> tuple[str, Plan | None]:
+    try:
+        return "", plan_for(where, model, **wishes)
+    except PlanError as error:
+        return str(error), None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_any_wish_is_planned_within_memory_or_refused_in_a_sentence(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(40):
+        where, model = chance.choice(MACHINES), chance.choice(MODELS)
+        wishes = {
+            name: chance.choice(each) for name, each in WISHES.items() if chance.random() < 0.2
+        }
+        refusal, found = attempt(where, model, wishes)
+        assert "\n" not in refusal
+        if found is None:
+            continue
+        there = computer(where)
+        free = {f"cuda:{gpu.index}": gpu.free_bytes for gpu in there.gpus}
+        free = {name: wishes.get("vram_bytes", [size])[0] for name, size in free.items()}
+        host = sum(found.shared.values())
+        for rank in found.ranks:
+            used = sum(rank.memory.values())
+            host += sum(rank.host.values()) + (used if rank.device == "cpu" else 0)
+            assert rank.device == "cpu" or used + (256 << 20) <= free[rank.device], wishes
+        assert host + (256 << 20) <= wishes.get("host_bytes", there.available_bytes), wishes
