@@ -189,7 +189,7 @@ WISHES: dict[str, list[Any]] = {
     "devices": [[0], [1, 0], [5, 2, 3]],
     "gpu_layers": [0, 1, 30, 99],
     "cpu_moe": [1, 99],
-    "overrides": [["experts=host", "ffn=CPU"], [r"blk\.[01]\.=cuda:0"], ["embed=pinned,ngram=disk"]],
+    "overrides": [["experts=host", "ffn=CPU"], [r"blk\.[01]\.=cuda:0"], ["embed=pinned"]],
     "fit": [False],
     "host_bytes": [1 << 30, 512 << 30],
     "vram_bytes": [[6 << 30], [80 << 30]],
