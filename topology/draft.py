@@ -87,18 +87,22 @@ def draft_of(
     return Draft(layout, rules, obeyed, places, layout.budget(places), found, notes)
 
 
-def _check_size(layout: Layout) -> None:
-    """A model that is larger than all memory together."""
-    tensors = sum(tensor.nbytes for tensor in layout.tensors.values())
-    if layout.backend.in_vram and layout.options.fit:
-        return  # what does not fit anywhere stays in the file
+def _check_size(draft: Draft) -> None:
+    """Weights that are larger than all memory together. Raises ShortageError."""
+    layout = draft.layout
+    outside = ("pinned", "host", "mapped") if layout.backend.in_vram else ()
+    tensors = sum(
+        tensor.nbytes
+        for name, tensor in layout.tensors.items()
+        if draft.places.of[name].tier not in outside
+    )
     owners = {memory_of(layout.machine, layout.backend, place) for place in layout.spread.places}
     total = sum(total for _, total, _ in owners)
     if tensors > total:
-        owner = next(iter(owners))[0] if len(owners) == 1 else f"{len(owners)} GPUs"
+        is_one = len(owners) == 1
+        owner = f"{next(iter(owners))[0]} has" if is_one else f"{len(owners)} GPUs have"
         raise ShortageError(
-            f"the model's tensors take {show(tensors)}, but {owner} has {show(total)} of memory "
-            "in all"
+            f"the model's tensors take {show(tensors)}, but {owner} {show(total)} of memory in all"
         )
 
 
@@ -106,7 +110,7 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
     """The Plan, with the context that fits; not sealed yet."""
     layout, options = draft.layout, draft.layout.options
     spec, backend, mode = layout.spec, layout.backend, layout.spread.mode
-    _check_size(layout)
+    _check_size(draft)
     warnings, slots = list(draft.warnings), layout.load.slots
     context, columns = choose_context(spec, draft.budget, slots, options, warnings)
     if options.batch_tokens < CHUNK + slots:

@@ -149,6 +149,16 @@ def test_a_shortage_names_what_would_help() -> None:
         plan_for("x86-2xv100-16gb", "qwen35-27b-q8", context=8192, fit=False)
 
 
+def test_what_lies_outside_vram_does_not_count_there() -> None:
+    """The n-gram table does not make six cards too small; experts do."""
+    with pytest.raises(PlanError, match="not enough memory on GPU"):
+        plan_for("ac922-6xv100-16gb", "flash-next-q4", fit=False)
+    with pytest.raises(PlanError, match=r"tensors take 103.71 GiB, but 6 GPUs have 94"):
+        plan_for("ac922-6xv100-16gb", "qwen3-235b-a22b-q3k", fit=False, ranks=6)
+    found = plan_for("ac922-6xv100-16gb", "flash-next-q4", fit=False, cpu_moe=8)
+    assert found.tensors["blk.8.ffn_up_exps.weight"].tier == "vram"
+
+
 def test_largest_context_is_the_largest() -> None:
     gguf, there = header("qwen3-8b-q4km"), computer("x86-2x2080ti")
     spec, options = spec_of(gguf), Options(split_mode="none", fit=False)
