@@ -72,19 +72,30 @@ def draft_of(
     spread: Spread,
     warnings: Sequence[str],
 ) -> Draft:
-    steps = 1 if spread.mode == "layer" else STEPS_IN_FLIGHT
+    steps = options.steps_in_flight or (1 if spread.mode == "layer" else STEPS_IN_FLIGHT)
     load = Load(options.slots or DEFAULT_SLOTS, options.batch_tokens, steps)
     groups = _cache_groups(spec, backend, options)
     layout = layout_of(spec, gguf.tensors, machine, backend, options, spread, load, groups)
-    devices = {name: rank for rank, name in enumerate(_devices(layout))}
-    rules = rules_of(options, spec, devices, len(spread.shares)) if backend.in_vram else []
-    obeyed = obey(rules, layout.tensors, spec)
-    places = by_rules(usual_places(layout.tensors, backend, options), rules, obeyed)
+    rules, obeyed = _rules(layout)
+    places = usual_places(layout.tensors, backend, options)
+    if backend.in_vram:
+        places = by_rules(places, rules, obeyed)
     notes: list[str] = []
     if backend.in_vram and options.fit:
         places = fit(places, obeyed.places, layout.budget, spec, machine, options, notes)
     found = [*warnings, *faults(rules, obeyed)]
     return Draft(layout, rules, obeyed, places, layout.budget(places), found, notes)
+
+
+def _rules(layout: Layout) -> tuple[list[Rule], Obeyed]:
+    """Rules and what they take. Where a CPU computes they are read and move nothing, so that one
+    command line serves machines with GPUs and without."""
+    options = layout.options
+    if not layout.backend.in_vram:
+        options = msgspec.structs.replace(options, cpu_moe=0, gpu_layers=-1)
+    devices = {name: rank for rank, name in enumerate(_devices(layout))}
+    rules = rules_of(options, layout.spec, devices, len(layout.spread.shares))
+    return rules, obey(rules, layout.tensors, layout.spec)
 
 
 def _check_size(draft: Draft) -> None:
@@ -278,6 +289,8 @@ def _placements(gguf: TensorTable, draft: Draft) -> dict[str, Placement]:
 
 def _overrides(draft: Draft) -> list[Override]:
     tensors = draft.layout.tensors
+    if not draft.layout.backend.in_vram:
+        return []
     return [
         Override(
             rule=rule.text,

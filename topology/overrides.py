@@ -200,7 +200,7 @@ def _place(shown: str, where: str, devices: Mapping[str, int], ranks: int) -> Pl
         rank = number if found[1] == "rank" else devices.get(f"cuda:{number}", -1)
         if 0 <= rank < ranks:
             return Place("vram", rank)
-    there = ", ".join(devices) or "no GPU"
+    there = ", ".join(name for name in devices if name.startswith("cuda")) or "no GPU"
     raise PlanError(
         f"{shown}: there is no place {where.strip()!r}; expected vram, pinned, host (CPU), mapped "
         f"or a GPU that is used ({there})"

@@ -55,6 +55,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""  # ZeroMQ address of the gateway; "" means an ipc socket named by the Plan
     alias: str = ""  # the name that clients see; "" means the file's
     no_mmap: bool = False  # copy the weights into memory of huge pages instead of mapping the file
+    steps_in_flight: int = 0  # Steps that may be under way at once
     ranks: int = 0  # worker processes; 0: one, or one for each GPU that the mode uses
     split_mode: str = ""  # -sm: none | layer | tensor | experts; "" means choose
     router_input: str = ""  # f32: not rounded to BF16 where the model's router was trained on that

@@ -17,6 +17,7 @@ from voltapile.topology.plan import Backend, Options, Plan, PlanError, sealed, u
 from voltapile.topology.ranks import seen, spreads
 from voltapile.topology.spec import Spec
 
+MOST_STEPS = 16  # in flight
 WORTH = 1.05  # times as fast a Plan must be for more GPUs
 
 
@@ -72,6 +73,11 @@ def _check(options: Options) -> None:
     for option, (value, least) in limits.items():
         if not least <= value < 2**31:
             raise PlanError(f"{option} {value}: expected {least} to 2^31 - 1")
+    if not 0 <= options.steps_in_flight <= MOST_STEPS:
+        raise PlanError(
+            f"--steps-in-flight {options.steps_in_flight}: expected 1 to {MOST_STEPS}, or 0 to "
+            "choose"
+        )
 
 
 def _check_formats(gguf: TensorTable, backend: Backend) -> None:

@@ -42,6 +42,8 @@ def add_model_options(
         help="CPU threads of all ranks; 0: one for each core of a node")  # fmt: skip
     add("-b", "--batch-size", type=int, default=512, metavar="N",
         help="most tokens of one step")  # fmt: skip
+    add("--steps-in-flight", type=int, default=0, metavar="N",
+        help="steps under way at once; 0: 2, or 1 in layer mode")  # fmt: skip
     add("-ctk", "--cache-type-k", default="", metavar="TYPE", help="type of the cached keys")
     add("-ctv", "--cache-type-v", default="", metavar="TYPE", help="type of the cached values")
     add("-a", "--alias", default="", metavar="NAME", help="the model's name for clients")
@@ -220,6 +222,7 @@ def options_of(args: argparse.Namespace, endpoint: str = "") -> Options:
         slots=args.parallel,
         threads=args.threads,
         batch_tokens=args.batch_size,
+        steps_in_flight=args.steps_in_flight,
         cache_type_k=args.cache_type_k,
         cache_type_v=args.cache_type_v,
         margin_bytes=args.margin,

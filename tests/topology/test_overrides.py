@@ -164,3 +164,8 @@ def test_the_cpu_takes_rules_of_its_own_memory() -> None:
     """So that a script for a machine with GPUs also runs on one without."""
     found = plan_for("laptop", "qwen3-8b-q4km", overrides=["ffn=CPU"], context=512)
     assert {each.tier for each in found.tensors.values()} == {"mapped"}
+    assert found.overrides == []
+    with pytest.raises(PlanError, match="no regular expression"):
+        plan_for("laptop", "qwen3-8b-q4km", overrides=["(=CPU"])
+    unknown = plan_for("laptop", "qwen3-8b-q4km", overrides=["exps=CPU"], context=512)
+    assert unknown.warnings == ["-ot exps=CPU: matches no tensor of this model"]

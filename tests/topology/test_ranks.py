@@ -143,6 +143,7 @@ def test_proportions(gguf: Gguf, laptop: Machine) -> None:
         ({"tensor_split": [0.0, 0.0]}, "-ts 0,0: all parts are 0; give at least one"),
         ({"tensor_split": [1.0, -1.0]}, "-ts 1,-1: expected numbers that are not negative"),
         ({"tensor_split": [1.0, float("nan")]}, "-ts 1,nan: expected numbers"),
+        ({"steps_in_flight": 17}, "--steps-in-flight 17: expected 1 to 16, or 0 to choose"),
         ({"ranks": 2, "islands": [0]}, "--islands 0: expected a number for each of 2 rank"),
         ({"ranks": 2, "split_mode": "none"}, "-sm none computes on one rank, but --ranks is 2"),
         ({"ranks": 2, "split_mode": "experts"}, "a llama model has no experts; use -sm tensor"),
@@ -152,6 +153,12 @@ def test_proportions(gguf: Gguf, laptop: Machine) -> None:
 def test_refused(gguf: Gguf, laptop: Machine, options: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_of(gguf, laptop, **options)
+
+
+def test_steps_in_flight(gguf: Gguf, laptop: Machine) -> None:
+    assert plan_of(gguf, laptop, steps_in_flight=1).steps_in_flight == 1
+    found = plan_of(gguf, laptop, ranks=2, split_mode="layer", steps_in_flight=3)
+    assert found.steps_in_flight == 3
 
 
 def test_islands_may_be_declared(gguf: Gguf, laptop: Machine) -> None:
