@@ -132,6 +132,9 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
     rows = min(slots, backend.max_decode_rows) if backend.captures else 0
     counts = layout.needs(draft.places)[0].pages(columns)
     kinds = layout.groups[0] if layout.groups else None
+    ranks = _ranks(draft, context, columns, warnings)
+    shared = layout.shared(draft.places)
+    warnings += _crowded(layout.machine, ranks, shared)
     return Plan(
         model=[os.path.abspath(path) for path in gguf.paths],
         alias=options.alias or _alias(gguf.paths[0]),
@@ -145,14 +148,14 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
         buckets=list(range(1, rows + 1)),
         steps_in_flight=layout.load.steps_in_flight,
         answer_rank=len(layout.spread.shares) - 1 if mode == "layer" else 0,
-        ranks=_ranks(draft, context, columns, warnings),
+        ranks=ranks,
         caches=[
             msgspec.structs.replace(group, pages=count)
             for group, count in zip(layout.groups, counts, strict=True)
         ],
         islands=_islands(layout),
         tensors=_placements(gguf, draft),
-        shared=layout.shared(draft.places),
+        shared=shared,
         overrides=_overrides(draft),
         choices={
             "cache_type_k": kinds.key_type if kinds else "",
@@ -186,6 +189,20 @@ def _taken(layout: Layout) -> list[str]:
                     f"{show(gpu.memory_bytes)} are taken by something else; end it, or leave this "
                     "GPU out with --device"
                 )
+    return warnings
+
+
+def _crowded(machine: Machine, ranks: list[RankPlan], shared: Mapping[str, int]) -> list[str]:
+    """Warnings of CPU nodes whose ranks keep more than the node has; what is shared is spread."""
+    warnings = []
+    for node in machine.nodes if len(machine.nodes) > 1 else []:
+        mine = sum(sum(rank.host.values()) for rank in ranks if rank.node == node.id)
+        used = mine + sum(shared.values()) // len(machine.nodes)
+        if mine and used > node.free_bytes:
+            warnings.append(
+                f"node {node.id} has {show(node.free_bytes)} free for {show(used)}: some of it "
+                "will lie on another node and be read more slowly; take GPUs of several nodes"
+            )
     return warnings
 
 

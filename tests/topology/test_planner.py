@@ -122,6 +122,14 @@ def test_a_gpu_that_others_use_is_told_of() -> None:
     ]
 
 
+def test_a_node_that_is_too_small_for_its_ranks_is_told_of() -> None:
+    """Three cards of one island, and 98 GB of experts: node 0 has 44."""
+    found = plan_for("ac922-6xv100-16gb", "qwen3-235b-a22b-q3k", devices=[0, 1, 2])
+    (warning,) = found.warnings
+    assert warning.startswith("node 0 has 44.00 GiB free for ")
+    assert usual("ac922-6xv100-16gb", "qwen3-235b-a22b-q3k").warnings == []
+
+
 def test_memory_that_the_user_knows_better() -> None:
     plain = plan_for("x86-2xv100-16gb", "qwen3-8b-q4km", devices=[0])
     larger = plan_for("x86-2xv100-16gb", "qwen3-8b-q4km", devices=[0], vram_bytes=[32 << 30])
