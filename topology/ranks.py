@@ -21,6 +21,7 @@ from voltapile.topology.spec import Spec
 
 MODES = ("none", "layer", "tensor", "experts")
 MAX_RANKS = 56  # as many as a Board has places for
+LEAST_ARCH = 70  # that kernels are compiled for
 LEAST_UNIT = 32  # columns that stay together even where a format has smaller blocks
 TILE, MANY_TILES = 128, 8  # columns that kernels take at once; of which a rank should have some
 EVEN_SHARE = 0.9  # of the largest GPU's free memory: with that, a smaller one gets as much
@@ -39,6 +40,8 @@ def seen(machine: Machine, backend: Backend, options: Options) -> Machine:
     """The Machine with the memory that the user says it has, and, for a backend of GPUs, with those
     GPUs alone that --device names, in that order. Raises PlanError."""
     gpus = machine.gpus
+    if backend.in_vram and not options.devices:
+        gpus = [gpu for gpu in gpus if gpu.arch >= LEAST_ARCH] or gpus
     if options.devices and backend.in_vram:
         known = {gpu.index: gpu for gpu in gpus}
         for index in options.devices:
@@ -46,6 +49,11 @@ def seen(machine: Machine, backend: Backend, options: Options) -> Machine:
                 there = ", ".join(f"cuda:{each}" for each in known) or "no GPU"
                 raise PlanError(f"--device cuda:{index}: expected each once of {there}")
         gpus = [known[index] for index in options.devices]
+    if backend.in_vram and (old := [gpu for gpu in gpus if gpu.arch < LEAST_ARCH]):
+        raise PlanError(
+            f"GPU {old[0].index} ({old[0].name}) has compute capability {old[0].arch / 10}, and "
+            f"{LEAST_ARCH / 10} is the least: leave it out (--device), or use -ngl 0 for the CPU"
+        )
     if options.vram_bytes and gpus:
         given = options.vram_bytes * (len(gpus) if len(options.vram_bytes) == 1 else 1)
         if len(given) != len(gpus):

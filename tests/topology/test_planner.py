@@ -122,6 +122,21 @@ def test_a_gpu_that_others_use_is_told_of() -> None:
     ]
 
 
+def test_gpus_that_are_too_old_are_left_out() -> None:
+    there = computer("x86-2xv100-16gb")
+    old = msgspec.structs.replace(there.gpus[0], name="GeForce GT 1030", arch=61)
+    mixed = msgspec.structs.replace(there, gpus=[old, there.gpus[1]])
+    gguf = header("qwen3-8b-q4km")
+    found = plan(spec_of(gguf), gguf, mixed, CUDA, Options())
+    assert [rank.device for rank in found.ranks] == ["cuda:1"]
+    for gpus, options in ((mixed.gpus, Options(devices=[0])), ([old], Options())):
+        only = msgspec.structs.replace(there, gpus=gpus)
+        with pytest.raises(
+            PlanError, match=r"GPU 0 \(GeForce GT 1030\) has compute capability 6.1"
+        ):
+            plan(spec_of(gguf), gguf, only, CUDA, options)
+
+
 def test_a_node_that_is_too_small_for_its_ranks_is_told_of() -> None:
     """Three cards of one island, and 98 GB of experts: node 0 has 44."""
     found = plan_for("ac922-6xv100-16gb", "qwen3-235b-a22b-q3k", devices=[0, 1, 2])
