@@ -19,8 +19,9 @@ SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 class Chunk:
     """groups: of 32 columns. align: divides the address of every block. scales: runs of a group
     with a scale of their own, 0: none. x_planes: halves of an activation. span: groups that
-    share bytes, so that a thread unpacks them together. is_direct: blocks go from global memory
-    to registers, and shared memory holds tokens and finished sums alone."""
+    share bytes, so that a thread unpacks them together. is_direct: before sm_80 blocks go from
+    global memory to registers, and shared memory holds tokens and finished sums alone. is_block:
+    bytes are multiplied as they lie, so that no scales are put down."""
 
     name: str
     groups: int = 8
@@ -32,6 +33,7 @@ class Chunk:
     warps: int = 8
     span: int = 1
     is_direct: bool = False
+    is_block: bool = False
 
     @property
     def bytes(self) -> int:
@@ -52,13 +54,20 @@ class Chunk:
     def warp_bytes(self, room: int, arch: int) -> int:
         """Shared memory of a warp that holds `room` tokens."""
         fixed = self.stages(arch) * self.stage_bytes + 16 * 1040 * self.is_expanded
-        fixed += 128 * self.groups * self.scales
-        fixed = FINISHED if self.is_direct else fixed
+        fixed += self.scale_bytes
+        fixed = FINISHED if self.is_direct and arch < 80 else fixed
         return -(-(fixed + room * self.token_bytes) // 128) * 128
+
+    @property
+    def scale_bytes(self) -> int:
+        """What a warp keeps of a chunk's scales."""
+        return 0 if self.is_block else 128 * self.groups * self.scales
 
     @property
     def token_bytes(self) -> int:
         """Of a token's part of a chunk: halves, sums, a scale."""
+        if self.is_block:
+            return 576
         sums = 4 * self.groups * self.scales * self.has_offset
         return 64 * self.x_planes * self.groups + sums + 4
 
@@ -79,12 +88,12 @@ _ALL = (
     Chunk("Q4_1", align=4, has_offset=True),
     Chunk("Q5_0"),
     Chunk("Q5_1", align=8, has_offset=True),
-    Chunk("Q8_0"),
+    Chunk("Q8_0", is_block=True),
     Chunk("Q2_K", span=4, align=4, scales=2, has_offset=True),
     Chunk("Q3_K", span=4, scales=2),
-    Chunk("Q4_K", span=2, align=16, has_offset=True, is_direct=True),
+    Chunk("Q4_K", span=2, align=16, has_offset=True, is_direct=True, is_block=True),
     Chunk("Q5_K", span=2, align=16, has_offset=True),
-    Chunk("Q6_K", span=4, scales=2),
+    Chunk("Q6_K", span=4, scales=2, is_block=True),
     Chunk("IQ4_NL"),
     Chunk("IQ4_XS", align=8),
     Chunk("MXFP4", align=1),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.cuda import gemm
+from voltapile.kernels.cuda import gemm, stream, wide
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 
@@ -51,7 +51,7 @@ ROWS = {
 }
 ROWS |= {(*pair, 0, 1, 0): _instance(*pair, 0, 1, 0) for pair in sorted(SINGLE)}
 ROWS |= {(each, each, 0, TILES, 1): _instance(each, each, 0, TILES, 1) for each in LOOPING}
-INSTANCES = [*ROWS.values(), *gemm.INSTANCES]
+INSTANCES = [*ROWS.values(), *stream.INSTANCES, *wide.INSTANCES, *gemm.INSTANCES]
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,11 @@ def _launch(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: i
     tokens, columns = x.shape
     pair = _pair_of({product.weight.type_name for product in products})
     assert pair is not None, products
+    if _stream(ops, x, products, epilogue, pair) or _wide(ops, x, products, epilogue, pair):
+        return
     chunks = [CHUNKS[name] for name in pair]
     room = room_for(tokens, chunks, ops.arch)
-    others = sum(1 << i for i, p in enumerate(products) if p.weight.type_name != pair[0])
+    others = _others(products, pair)
     is_glu = epilogue in (SILU, GELU)
     rows = [product.weight.shape[0] for product in products]
     # What follows changes no bits.
@@ -251,13 +253,84 @@ def _launch(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: i
     )
 
 
+def _others(products: list[_Product], pair: tuple[str, str]) -> int:
+    """Which of the products are of the second format, a bit each."""
+    return sum(1 << i for i, p in enumerate(products) if p.weight.type_name != pair[0])
+
+
+def _shape_of(
+    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, others: int
+) -> tuple[int, int, tuple[int, ...], tuple[int, ...], bool, int, int]:
+    """What deals are made of: columns, tokens, rows of both formats, what the card has."""
+    tokens, columns = x.shape
+    rows = [product.weight.shape[0] for product in products]
+    own = tuple(n for i, n in enumerate(rows) if not others >> i & 1)
+    rest = tuple(n for i, n in enumerate(rows) if others >> i & 1)
+    is_glu = epilogue in (SILU, GELU)
+    return columns, tokens, own, rest, is_glu, ops.multiprocessors, max_shared(ops.arch)
+
+
+def _wide(
+    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, pair: tuple[str, str]
+) -> bool:
+    """Whether it was a product for matmul_wide.cu; then it is launched."""
+    others = _others(products, pair)
+    shape = _shape_of(ops, x, products, epilogue, others)
+    deal = wide.deal(pair, *shape) if ops.arch >= stream.ARCH else None
+    if deal is None:
+        return False
+    tokens, columns = x.shape
+    with ops.scope():
+        records = []
+        for name in dict.fromkeys(pair if others else pair[:1]):
+            made = ops.scratch((wide.record_bytes(name, columns, tokens),), np.uint8)
+            ops.kernel(wide.STAGED[name])(
+                (-(-columns // 2048), tokens),
+                256,
+                (x.ptr, made.ptr, np.int32(columns), np.int32(tokens)),
+            )
+            records.append(made.ptr)
+        numbers = columns, tokens, deal.room, epilogue, others, deal.first_other
+        ops.kernel(wide.WIDE[pair, int(deal.room > wide.PASS)])(
+            (deal.blocks, -(-tokens // deal.room)),
+            32 * wide.WARPS,
+            (*_matrix_args(products), records[0], records[-1], *map(np.int32, numbers)),
+            shared=deal.shared,
+        )
+    return True
+
+
+def _stream(
+    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, pair: tuple[str, str]
+) -> bool:
+    """Whether it was a product for matmul_stream.cu; then it is launched."""
+    tokens, columns = x.shape
+    others = _others(products, pair)
+    shape = _shape_of(ops, x, products, epilogue, others)
+    deal = stream.deal(pair, *shape) if ops.arch >= stream.ARCH else None
+    if deal is None:
+        return False
+    numbers = columns, tokens, tokens, epilogue, others, deal.first_other
+    ops.kernel(stream.STREAM[pair])(
+        (deal.blocks,),
+        deal.threads,
+        (
+            *_matrix_args(products),
+            x.ptr,
+            *map(np.int32, numbers),
+        ),
+        shared=deal.shared,
+    )
+    return True
+
+
 def _slots(pair: tuple[str, str], columns: int, room: int, shared: int, arch: int) -> int:
     """Chunks of a warp, if the tokens of all of them fit twice beside each other; else 0.
 
     A block then stays and takes one tile after the other, and stages its tokens once.
     """
     chunk = CHUNKS[pair[0]]
-    if not chunk.is_direct or pair[0] != pair[1] or room > 8:
+    if not chunk.is_direct or arch >= 80 or pair[0] != pair[1] or room > 8:
         return 0
     slots = -(-columns // (32 * chunk.groups * chunk.warps))
     more = (slots - 1) * chunk.warps * chunk.slot_bytes(room)

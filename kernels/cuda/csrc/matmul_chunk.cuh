@@ -1,16 +1,12 @@
 // One chunk of columns of 16 rows times the tokens of a block, by one warp.
 //
-// Tokens come in PASSES times eight at most; -D MANY: 1 for more than one pass. Compiled without contraction, so that
-// kernels for different numbers of tokens cannot round differently: fmaf stands where it is meant.
+// For formats that matmul_block.cuh takes as they are, its work; for the others the general way
+// through their Codec.
 #pragma once
-#include "matmul_stage.cuh"
-#include "matmul_tokens.cuh"
-#include "unpack_k.cuh"
+#include "matmul_block.cuh"
 
 namespace voltapile {
 
-constexpr bool IS_ASYNC = VP_ARCH >= 800;
-constexpr int PASSES = !MANY ? 1 : IS_ASYNC ? 4 : 2;
 constexpr int MUCH = 3072;  // bytes in flight that need no third stage
 
 template <class A, class B>
@@ -32,7 +28,7 @@ struct Either<false, A, B> {
 
 // Whether blocks go from global memory to registers (matmul_direct.cuh).
 template <class F>
-constexpr bool IS_DIRECT = Equal<F, formats::Q4_K>::value;
+constexpr bool IS_DIRECT = !IS_ASYNC && Equal<F, formats::Q4_K>::value;
 
 // What a warp keeps in shared memory: raw chunks, floats of an expanded one, scales, tokens. The
 // launcher computes the same sizes.
@@ -42,20 +38,16 @@ struct ChunkMemory {
   using Raw = Stage<C::BYTES, C::ALIGN>;
   using Values = Codec<typename Either<C::EXPAND, Expanded, F>::type>;  // that are unpacked
   static constexpr int STAGES = !IS_ASYNC ? 1 : Raw::SIZE > MUCH ? 2 : 3;
-  static constexpr bool HAS_SCALES = !C::NATURAL;
+  using Staged = typename Either<Order<F>::IS_BLOCK, BlockTokens<F>, Tokens<Values>>::type;
+  static constexpr bool HAS_SCALES = !C::NATURAL && !Order<F>::IS_BLOCK;
   static constexpr int EXPANDED_STRIDE = 1040, EXPANDED = C::EXPAND ? 16 * EXPANDED_STRIDE : 0;
   static constexpr int SCALES = HAS_SCALES ? C::GROUPS * C::SCALES * 16 * 8 : 0;
   static constexpr int SUMS = 1024;  // of two tiles and eight tokens, in the end
   static constexpr int FIXED = IS_DIRECT<F> ? SUMS : STAGES * Raw::SIZE + EXPANDED + SCALES;
   static __device__ constexpr int bytes(int room) {
-    return (FIXED + room * Tokens<Values>::PER_TOKEN + 127) / 128 * 128;
+    return (FIXED + room * Staged::PER_TOKEN + 127) / 128 * 128;
   }
 };
-
-__device__ __forceinline__ Unit unit_at(const Unit* at) {
-  const uint4 v = *reinterpret_cast<const uint4*>(at);
-  return {{v.x, v.y, v.z, v.w}};
-}
 
 // Products of one group with the tokens of one pass, added to sum. units, sums: of the group.
 template <class C>
@@ -97,11 +89,12 @@ __device__ __forceinline__ void multiply_group(
   }
 }
 
-// raw: the chunk of 16 rows in shared memory, where `stage` put what begins at `first`. behind: the shared memory that follows the raw chunks.
-template <class F>
+// raw: the chunk of 16 rows in shared memory, where `stage` put what begins at `first`. behind: the
+// shared memory that follows the raw chunks.
+template <class F, class Raw>
 __device__ __forceinline__ void multiply_chunk(
-    const std::uint8_t* raw, std::uint8_t* behind, const std::uint8_t* first,
-    const typename ChunkMemory<F>::Raw& stage, const Tokens<typename ChunkMemory<F>::Values>& tokens, const Tile& tile,
+    const std::uint8_t* raw, std::uint8_t* behind, const std::uint8_t* first, const Raw& stage,
+    const Tokens<typename ChunkMemory<F>::Values>& tokens, const Tile& tile,
     float (&part)[PASSES][Tile::VALUES]) {
   using M = ChunkMemory<F>;
   using C = typename M::Values;
@@ -160,6 +153,22 @@ __device__ __forceinline__ void multiply_chunk(
 #pragma unroll
     for (int e = 0; e < Tile::VALUES; ++e)
       part[pass][e] = tokens.scale(8 * pass + tile.sum_token(Tile::token_of(e))) * sum[pass][e];
+}
+
+// The same, if the format is taken as it lies. here: the chunk, from `memory` on.
+template <class F, class Raw>
+__device__ __forceinline__ void multiply_any(
+    std::uint8_t* memory, int here, std::uint8_t* behind, const std::uint8_t* first,
+    const Raw& stage, const typename ChunkMemory<F>::Staged& tokens, const Tile& tile,
+    float (&part)[PASSES][Tile::VALUES]) {
+  if constexpr (Order<F>::IS_BLOCK) {
+    int at[Tile::ROWS];
+#pragma unroll
+    for (int i = 0; i < Tile::ROWS; ++i) at[i] = here + stage.row_start(first, tile.row(i));
+    Block<F>::multiply(memory, at, tokens, tile, part);
+  } else {
+    multiply_chunk<F>(memory + here, behind, first, stage, tokens, tile, part);
+  }
 }
 
 }  // namespace voltapile

@@ -11,79 +11,12 @@
 
 namespace voltapile {
 
-#ifndef VP_EMULATION
-__device__ __forceinline__ __half2 pair_of(unsigned bits) {
-  return *reinterpret_cast<const __half2*>(&bits);
-}
-__device__ __forceinline__ unsigned half_mul(unsigned a, unsigned b) {
-  const __half2 product = __hmul2(pair_of(a), pair_of(b));
-  return *reinterpret_cast<const unsigned*>(&product);
-}
-__device__ __forceinline__ unsigned half_fma(unsigned a, unsigned b, unsigned c) {
-  const __half2 sum = __hfma2(pair_of(a), pair_of(b), pair_of(c));
-  return *reinterpret_cast<const unsigned*>(&sum);
-}
-#endif
-
-// In shared memory, for `room` tokens of a chunk:
-//   units   [8][room][4] Units: of piece 4 h + p the word k: [4 h + k][token][p]
-//   sums    [room][4]: pairs for groups 2 p and 2 p + 1, over 2^6, and what they leave times 2^11
-//   scales  [room] what sums of products are multiplied by
-struct DirectTokens {
-  Unit* units;
-  uint2* sums;
-  float* scales;
-  int room;
-
-  static __device__ constexpr int bytes(int room) { return (548 * room + 15) / 16 * 16; }
-
-  __device__ DirectTokens(std::uint8_t* memory, int room) : room(room) {
-    units = reinterpret_cast<Unit*>(memory);
-    sums = reinterpret_cast<uint2*>(units + 32 * room);
-    scales = reinterpret_cast<float*>(sums + 4 * room);
-  }
-  __device__ __forceinline__ int some(int token) const { return token < room ? token : 0; }
-
-  // Lane 16 h + 4 k + p. x: the first token's row, at the chunk.
-  __device__ __forceinline__ void stage(const float* x, int tokens, int k, int lane) {
-    const int p = lane & 3, span = 2 * (lane >> 4) + (p >> 1);
-    const float* first = x + 64 * span + 16 * (p & 1) + (lane & 12);
-#pragma unroll 2
-    for (int token = 0; token < tokens; ++token, first += k) {
-      const float4 a = *reinterpret_cast<const float4*>(first);
-      const float4 b = *reinterpret_cast<const float4*>(first + 32);
-      float largest = fmaxf(largest_of(a), largest_of(b));
-#pragma unroll
-      for (int step = 16; step > 0; step >>= 1)
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-      const float2 scale = scales_for(largest);
-      Unit unit;
-      float low = pack_four<false>(a, scale.x, unit.r, nullptr);
-      float high = pack_four<false>(b, scale.x, unit.r + 2, nullptr);
-#pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        const int step = i ? 2 << i : 1;
-        low += __shfl_xor_sync(~0u, low, step);
-        high += __shfl_xor_sync(~0u, high, step);
-      }
-      *reinterpret_cast<uint4*>(units + ((lane >> 2) * room + token) * 4 + p) =
-          uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
-      if ((lane & 13) == 0) {
-        low *= 0x1p-6f;
-        high *= 0x1p-6f;
-        const unsigned pair = half_pair(low, high);
-        const float2 kept = half_values(pair);
-        sums[4 * token + span] =
-            uint2{pair, half_pair((low - kept.x) * 2048.0f, (high - kept.y) * 2048.0f)};
-      }
-      if (lane == 0) scales[token] = scale.y;
-    }
-  }
-};
+using DirectTokens = BlockTokens<formats::Q4_K>;
 
 // One block of each of 16 rows: what a lane needs of it.
 struct DirectBlock {
-  uint4 head[Tile::ROWS], quants[Tile::ROWS][Tile::UNITS][2];
+  Heads heads[Tile::ROWS];
+  uint4 quants[Tile::ROWS][Tile::UNITS][2];
 
   // offset: of this lane's rows from `first`.
   __device__ __forceinline__ void load(const std::uint8_t* first, const int (&offset)[Tile::ROWS],
@@ -91,26 +24,11 @@ struct DirectBlock {
 #pragma unroll
     for (int i = 0; i < Tile::ROWS; ++i) {
       const uint4* row = reinterpret_cast<const uint4*>(first + offset[i]);
-      head[i] = __ldg(row);
+      heads[i].v = __ldg(row);
 #pragma unroll
       for (int j = 0; j < 2 * Tile::UNITS; ++j)
         quants[i][j >> 1][j & 1] = __ldg(row + 1 + 4 * (j & 1) + tile.unit(j >> 1));
     }
-  }
-  // Six bits of each of groups 4 h .. 4 h + 3, a byte each.
-  __device__ __forceinline__ unsigned scales(int i, int h) const {
-    return h ? (head[i].w & 0x0f0f0f0f) | (head[i].y >> 2 & 0x30303030) : head[i].y & 0x3f3f3f3f;
-  }
-  __device__ __forceinline__ unsigned minima(int i, int h) const {
-    return h ? (head[i].w >> 4 & 0x0f0f0f0f) | (head[i].z >> 2 & 0x30303030)
-             : head[i].z & 0x3f3f3f3f;
-  }
-  // Minima of groups 2 p and 2 p + 1, and again times 2^-11.
-  __device__ __forceinline__ Unit minima_of(int i, int p) const {
-    const unsigned four = minima(i, p >> 1);
-    const unsigned pair = __byte_perm(four, 0x64646464, p & 1 ? 0x4342 : 0x4140);
-    const unsigned two = half_add(pair, 0xe400e400);
-    return {{two, half_mul(two, 0x10001000), 0, 0}};
   }
 };
 
@@ -128,7 +46,7 @@ __device__ __forceinline__ void multiply_block(const DirectBlock& block,
     unsigned low[LANE_UNITS], high[LANE_UNITS];  // scales times 2^5, times 2
 #pragma unroll
     for (int u = 0; u < LANE_UNITS; ++u) {
-      const unsigned four = block.scales(u / Tile::UNITS, h);
+      const unsigned four = block.heads[u / Tile::UNITS].scales(h);
       const unsigned select = 0x4040 + (tile.unit(u % Tile::UNITS) >> 1) * 0x0202;
       low[u] = half_fma(__byte_perm(four, 0x64646464, select), 0x50005000, 0xf800f800);
       high[u] = half_fma(__byte_perm(four, 0x64646464, select + 0x0101), 0x40004000, 0xe800e800);
@@ -148,14 +66,14 @@ __device__ __forceinline__ void multiply_block(const DirectBlock& block,
 #pragma unroll
       for (int pass = 0; pass < PASSES; ++pass) {
         if (pass > 0 && 8 * pass >= tokens.room) continue;
-        const int token = tokens.some(8 * pass + tile.token());
+        const std::uint8_t* record = tokens.record(8 * pass + tile.token());
         float c[Tile::VALUES] = {};  // of 64 columns
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          const Unit* units = tokens.units + ((4 * h + 2 * pair + k) * tokens.room + token) * 4;
           Unit b[Tile::UNITS];
 #pragma unroll
-          for (int i = 0; i < Tile::UNITS; ++i) b[i] = unit_at(units + tile.unit(i));
+          for (int i = 0; i < Tile::UNITS; ++i)
+            b[i] = tokens.unit(record, 4 * h + 2 * pair + k, tile.unit(i));
           Tile::multiply(c, a[k], b, 0);
           Tile::multiply(c, a[k], b, 1);
         }
@@ -168,9 +86,9 @@ __device__ __forceinline__ void multiply_block(const DirectBlock& block,
   unsigned factors[Tile::ROWS];
 #pragma unroll
   for (int u = 0; u < LANE_UNITS; ++u)
-    least[u] = block.minima_of(u / Tile::UNITS, tile.unit(u % Tile::UNITS));
+    least[u] = block.heads[u / Tile::UNITS].minima_of(tile.unit(u % Tile::UNITS));
 #pragma unroll
-  for (int i = 0; i < Tile::ROWS; ++i) factors[i] = block.head[i].x;
+  for (int i = 0; i < Tile::ROWS; ++i) factors[i] = block.heads[i].v.x;
   float2 factor[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -180,21 +98,21 @@ __device__ __forceinline__ void multiply_block(const DirectBlock& block,
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     if (pass > 0 && 8 * pass >= tokens.room) continue;
-    const int token = tokens.some(8 * pass + tile.token());
+    const std::uint8_t* record = tokens.record(8 * pass + tile.token());
     float c[Tile::VALUES] = {};
     Unit b[Tile::UNITS];
 #pragma unroll
     for (int i = 0; i < Tile::UNITS; ++i) {
-      const uint2 pair = tokens.sums[4 * token + tile.unit(i)];
+      const uint2 pair = tokens.sums(record, tile.unit(i));
       b[i] = {{pair.x, pair.y, 0, 0}};
     }
     Tile::multiply(c, least, b, 0);
 #pragma unroll
     for (int e = 0; e < Tile::VALUES; ++e) {
       const float2 by = factor[Tile::row_of(e)];
-      const int column = tokens.some(8 * pass + tile.sum_token(Tile::token_of(e)));
+      const float scale = tokens.scale(8 * pass + tile.sum_token(Tile::token_of(e)));
       const float whole = fmaf(by.x, sum[pass][e], by.y * c[e]);
-      total[pass][e] = fmaf(tokens.scales[column], whole, total[pass][e]);
+      total[pass][e] = fmaf(scale, whole, total[pass][e]);
     }
   }
 }
@@ -243,7 +161,7 @@ __device__ __forceinline__ void multiply_direct(const Job& job, std::uint8_t* me
       DirectTokens staged(memory, job.room);
       if ((TILES == 1 || slot == 0) && is_first) {
         __syncwarp();  // what was read may be overwritten
-        staged.stage(job.x + chunk * 256, job.tokens, job.k, tile.lane);
+        staged.stage(job.x, job.tokens, job.k, chunk * 256, tile.lane);
         __syncwarp();
       }
       multiply_block(held[slot], staged, tile, total[t]);

@@ -28,7 +28,7 @@ __device__ __forceinline__ void multiply_staged(const Job& job, std::uint8_t* me
   constexpr int AHEAD = IS_ASYNC ? STAGES - 1 : 1;
   const int chunks = (job.k + COLUMNS - 1) / COLUMNS;
   const int row_bytes = job.k / F::length * F::bytes;
-  Tokens<typename M::Values> staged(memory + M::FIXED, job.room);
+  typename M::Staged staged(memory + M::FIXED, job.room);
   Raw raw(row_bytes, job.last_row, tile.lane);
 
   // Step s of this warp is tile s % TILES of its chunk s / TILES. Bytes go to the place `slot`.
@@ -51,17 +51,17 @@ __device__ __forceinline__ void multiply_staged(const Job& job, std::uint8_t* me
     staged.stage(job.x, job.tokens, job.k, chunk * COLUMNS, tile.lane);
 #pragma unroll 1
     for (int t = 0; t < TILES; ++t, ++step) {
-      std::uint8_t* here = memory + slot * Raw::SIZE;
       const int next = slot + AHEAD < STAGES ? slot + AHEAD : slot + AHEAD - STAGES;
       if constexpr (IS_ASYNC)
         wait_for_copies<AHEAD - 1>();
       else
-        raw.store(here);
+        raw.store(memory + slot * Raw::SIZE);
       __syncwarp();
       fetch(step + AHEAD, next);
       const std::uint8_t* first = job.first_of(t) + static_cast<long long>(chunk) * BYTES;
       float part[PASSES][Tile::VALUES];
-      multiply_chunk<F>(here, memory + STAGES * Raw::SIZE, first, raw, staged, tile, part);
+      multiply_any<F>(memory, slot * Raw::SIZE, memory + STAGES * Raw::SIZE, first, raw, staged,
+                      tile, part);
 #pragma unroll
       for (int i = 0; i < TILES * PASSES * Tile::VALUES; ++i) {
         const int pass = i / Tile::VALUES % PASSES, e = i % Tile::VALUES;

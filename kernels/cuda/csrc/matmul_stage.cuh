@@ -83,14 +83,20 @@ struct Stage {
     return max(0, min(16, skew(start) + left - 16 * (index % VECTORS)));
   }
 
+  __device__ __forceinline__ void begin_whole(std::uint8_t* shared,
+                                              const std::uint8_t* first) const {
+    std::uint8_t* own = shared + 16 * lane;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn)
+      if (is_in(turn))
+        copy_async(STRIDE == 16 * VECTORS ? own + 512 * turn : shared + place(lane + 32 * turn),
+                   vector(first, offset[turn]), 16);
+  }
   // left: bytes of a row from `first` on.
   __device__ __forceinline__ void begin(std::uint8_t* shared, const std::uint8_t* first,
                                         int left) const {
     if (left >= BYTES) {
-#pragma unroll
-      for (int turn = 0; turn < TURNS; ++turn)
-        if (is_in(turn))
-          copy_async(shared + place(lane + 32 * turn), vector(first, offset[turn]), 16);
+      begin_whole(shared, first);
     } else {
 #pragma unroll 1
       for (int index = lane; index < 16 * VECTORS; index += 32) {

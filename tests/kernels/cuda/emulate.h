@@ -153,6 +153,10 @@ inline float half_of(const unsigned* registers, int k) {
 
 inline void __syncwarp() { emulation::meet(emulation::warp().barrier, 32); }
 inline void __syncthreads() { emulation::meet(emulation::block_barrier, blockDim.x); }
+inline void team_barrier(int id, int threads) {
+  static emulation::Barrier barriers[16];
+  emulation::meet(barriers[id], threads);
+}
 template <class T>
 T __shfl_sync(unsigned, T value, int from) {
   static_assert(sizeof(T) <= sizeof(emulation::Warp::slot[0]));

@@ -1,0 +1,155 @@
+// Tokens for chunks of 256 columns that are multiplied as their bytes lie (matmul_block.cuh): the
+// order of columns that each format makes, and what shared memory keeps of a token.
+//
+// Tokens come in PASSES times eight at most; -D MANY: 0 for one pass, 1 for as many as suit, 2 for
+// two.
+#pragma once
+#include "formats/registry.h"
+#include "matmul_tokens.cuh"
+
+namespace voltapile {
+
+constexpr bool IS_ASYNC = VP_ARCH >= 800;
+// Passes without a token are left out, at the price of branches, but with MANY 2.
+constexpr bool LEAVES_OUT = MANY != 2;
+constexpr int PASSES = !MANY ? 1 : MANY == 2 || !IS_ASYNC ? 2 : 4;
+
+__device__ __forceinline__ Unit unit_at(const Unit* at) {
+  const uint4 v = *reinterpret_cast<const uint4*>(at);
+  return {{v.x, v.y, v.z, v.w}};
+}
+
+// Unit j (0..7) of lane p (0..3) is four columns from column(j, p) on and four from APART later.
+template <class F>
+struct Order {
+  static constexpr bool IS_BLOCK = false, SUMS = false;
+};
+// sm_80: eight neighbours of each group, so that scales can wait for the sums of a group. Before,
+// where bytes come straight from global memory (matmul_direct.cuh), 16 bytes at once: piece i (0 to
+// 7) of a block is 16 bytes of nibbles, and lane p takes pieces p and 4 + p.
+template <>
+struct Order<formats::Q4_K> {
+  static constexpr bool IS_BLOCK = true, SUMS = true, NATURAL = false;
+  static constexpr int APART = IS_ASYNC ? 4 : 32;
+  static __device__ __forceinline__ int column(int j, int p) {
+    return IS_ASYNC ? 32 * j + 8 * p
+                    : 128 * (j >> 2) + 64 * (p >> 1) + 16 * (p & 1) + 4 * (j & 3);
+  }
+};
+// Lane p takes 16 bytes of upper bits and the two times 16 of lower ones that belong to them, word
+// after word, but begins with word p, so that no two lanes meet a bank of shared memory.
+template <>
+struct Order<formats::Q6_K> {
+  static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = false;
+  static constexpr int APART = 64;
+  static __device__ __forceinline__ int column(int j, int p) {
+    return 128 * (p >> 1) + 32 * (j & 1) + 16 * (p & 1) + 4 * (((j >> 1) + p) & 3);
+  }
+};
+template <>
+struct Order<formats::Q8_0> {
+  static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = true;
+  static constexpr int APART = 4;
+  static __device__ __forceinline__ int column(int j, int p) { return 32 * j + 8 * p; }
+};
+
+// In shared memory, for `room` tokens of a chunk: records one after the other,
+//   units   [8][4] Units
+//   sums    [4]: of Q4_K pairs for groups 2 p and 2 p + 1, over 2^6, and what they leave times 2^11
+//   scale   what sums of products are multiplied by
+// Their size is an odd number of 64 bytes, so that lanes that read together meet distinct banks.
+template <class F>
+struct BlockTokens {
+  using O = Order<F>;
+  static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
+  std::uint8_t* memory;
+  int room;
+
+  __device__ BlockTokens(std::uint8_t* memory, int room) : memory(memory), room(room) {}
+
+  static __device__ constexpr int bytes(int room) { return PER_TOKEN * room; }
+  // A token's record, or another where there is none: its sums are nobody's.
+  __device__ __forceinline__ std::uint8_t* record(int token) const {
+    return memory + (token < room ? token : 0) * PER_TOKEN;
+  }
+  static __device__ __forceinline__ Unit unit(const std::uint8_t* record, int j, int p) {
+    return unit_at(reinterpret_cast<const Unit*>(record) + 4 * j + p);
+  }
+  static __device__ __forceinline__ uint2 sums(const std::uint8_t* record, int p) {
+    return reinterpret_cast<const uint2*>(record + SUMS)[p];
+  }
+  __device__ __forceinline__ float scale(int token) const {
+    return *reinterpret_cast<const float*>(record(token) + SCALE);
+  }
+
+  // This lane's eight columns of a token's row; column: where the chunk starts.
+  static __device__ __forceinline__ void load(const float* row, int column, int k, int lane,
+                                              float4& a, float4& b) {
+    const int first = column + O::column(lane >> 2, lane & 3);
+    a = four_columns(row, first, k);
+    b = four_columns(row, first + O::APART, k);
+  }
+  // The same where k is a multiple of 256.
+  static __device__ __forceinline__ void load_whole(const float* row, int column, int lane,
+                                                    float4& a, float4& b) {
+    const float* first = row + column + O::column(lane >> 2, lane & 3);
+    a = *reinterpret_cast<const float4*>(first);
+    b = *reinterpret_cast<const float4*>(first + O::APART);
+  }
+  // The whole warp puts what it loaded to its place.
+  __device__ __forceinline__ void put(int token, float4 a, float4 b, int lane) const {
+    float largest = fmaxf(largest_of(a), largest_of(b));
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1)
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    const float2 scale = scales_for(largest);
+    Unit unit;
+    const float low = pack_four<O::NATURAL>(a, scale.x, unit.r, nullptr);
+    const float high = pack_four<O::NATURAL>(b, scale.x, unit.r + 2, nullptr);
+    std::uint8_t* own = memory + token * PER_TOKEN;
+    reinterpret_cast<uint4*>(own)[lane] = uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
+    if constexpr (O::SUMS) put_sums(own, low, high, lane);
+    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale.y;
+  }
+  __device__ __forceinline__ void stage(const float* x, int tokens, int k, int column,
+                                        int lane) const {
+#pragma unroll 2
+    for (int token = 0; token < tokens; ++token, x += k) {
+      float4 a, b;
+      load(x, column, k, lane, a, b);
+      put(token, a, b, lane);
+    }
+  }
+
+ private:
+  // low, high: of this lane's two fours of columns.
+  static __device__ __forceinline__ void put_sums(std::uint8_t* own, float low, float high,
+                                                  int lane) {
+    int pair_of_groups;
+    if constexpr (IS_ASYNC) {  // both of group lane / 4
+      low += high;
+      low += __shfl_xor_sync(~0u, low, 1);
+      low += __shfl_xor_sync(~0u, low, 2);
+      high = __shfl_xor_sync(~0u, low, 4);
+      pair_of_groups = lane >> 3;
+      if ((lane & 7) != 0) return;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const int step = i ? 2 << i : 1;
+        low += __shfl_xor_sync(~0u, low, step);
+        high += __shfl_xor_sync(~0u, high, step);
+      }
+      pair_of_groups = 2 * (lane >> 4) + (lane >> 1 & 1);
+      if ((lane & 13) != 0) return;
+    }
+    low *= 0x1p-6f;
+    high *= 0x1p-6f;
+    const unsigned pair = half_pair(low, high);
+    const float2 kept = half_values(pair);
+    reinterpret_cast<uint2*>(own + SUMS)[pair_of_groups] =
+        uint2{pair, half_pair((low - kept.x) * 2048.0f, (high - kept.y) * 2048.0f)};
+  }
+};
+
+}  // namespace voltapile

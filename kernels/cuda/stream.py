@@ -1,0 +1,116 @@
+"""How the product of few rows is dealt out on sm_80 and later: csrc/matmul_stream.cu.
+
+Which formats and shapes it takes, what a block holds in shared memory, how many blocks there are
+and how those are split between two formats of one launch. Knows sizes; launches nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from voltapile.kernels.cuda.chunks import CHUNKS, Chunk
+from voltapile.kernels.cuda.launch import Instance
+
+ARCH = 80  # from which on
+WARPS, ROWS, TOKENS = 8, 16, 8
+PER_MULTIPROCESSOR = 2  # teams of WARPS warps
+RESERVED = 1024  # bytes of shared memory that every block takes beside its own
+# Chunks of a warp that may be on their way at once.
+DEPTHS = {"Q4_K": 2, "Q5_K": 2, "Q6_K": 2, "Q8_0": 2}
+MIXED = [("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q5_K", "Q6_K"), ("Q4_K", "Q8_0")]
+
+
+def depth_of(pair: tuple[str, str]) -> int:
+    return min(DEPTHS[name] for name in pair)
+
+
+def teams_of(pair: tuple[str, str]) -> int:
+    """Of a block. They share their tokens, so they must be of one format."""
+    return PER_MULTIPROCESSOR if pair[0] == pair[1] else 1
+
+
+def blocks_of(pair: tuple[str, str]) -> int:
+    return PER_MULTIPROCESSOR // teams_of(pair)
+
+
+def _instance(pair: tuple[str, str]) -> Instance:
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": depth_of(pair)}
+    defines |= {"TEAMS": teams_of(pair), "WARPS": WARPS, "BLOCKS": blocks_of(pair)}
+    defines |= {"TILES": 1, "MANY": 0}
+    named = tuple((key, str(value)) for key, value in defines.items())
+    return Instance("matmul_stream.cu", "matmul_stream", named, is_exact=True, waits=True)
+
+
+STREAM = {pair: _instance(pair) for pair in [*((name, name) for name in DEPTHS), *MIXED]}
+INSTANCES = list(STREAM.values())
+
+
+@dataclass(frozen=True)
+class Deal:
+    """blocks: of the launch; those from first_other on take the other format."""
+
+    blocks: int
+    threads: int
+    first_other: int
+    shared: int
+
+
+def warp_bytes(chunk: Chunk, depth: int) -> int:
+    """The ring of a warp, and its scales."""
+    vectors = (chunk.bytes + (16 - chunk.align if chunk.bytes % 16 else 0) + 15) // 16
+    return _aligned(depth * 16 * 16 * (vectors | 1) + chunk.scale_bytes)
+
+
+def shared_bytes(chunk: Chunk, depth: int, teams: int, columns: int, room: int, tiles: int) -> int:
+    """tiles: of a unit."""
+    chunks = -(-columns // (32 * chunk.groups))
+    each = warp_bytes(chunk, depth) + 2 * tiles * 64 * room
+    return _aligned(chunks * chunk.slot_bytes(room)) + teams * WARPS * each
+
+
+@functools.lru_cache(maxsize=1024)
+def deal(
+    pair: tuple[str, str],
+    columns: int,
+    tokens: int,
+    rows: tuple[int, ...],
+    other_rows: tuple[int, ...],
+    is_glu: bool,
+    multiprocessors: int,
+    most_shared: int,
+) -> Deal | None:
+    """rows, other_rows: of the matrices of the first and of the other format. None if it does not
+    fit: then the product is matmul_rows.cu's, with the same bits."""
+    if pair not in STREAM or tokens > TOKENS or columns % 256 or min(rows + other_rows) < ROWS:
+        return None
+    tiles, depth, teams = 2 if is_glu else 1, depth_of(pair), teams_of(pair)
+    parts = {pair[0], pair[1]} if other_rows else {pair[0]}
+    shared = max(shared_bytes(CHUNKS[n], depth, teams, columns, tokens, tiles) for n in parts)
+    if shared > most_shared:
+        return None
+    fitting = (most_shared + RESERVED) // (shared + RESERVED)
+    slots = multiprocessors * min(fitting, PER_MULTIPROCESSOR // teams)
+    own, others = units(rows[:1] if is_glu else rows), units(other_rows)
+    blocks, threads = min(slots, own + others), 32 * teams * WARPS
+    return Deal(blocks, threads, first_other(pair, blocks, own, others), shared)
+
+
+def first_other(pair: tuple[str, str], blocks: int, units: int, others: int) -> int:
+    """So that the two formats take about the same time."""
+    if not others:
+        return blocks
+    costs = CHUNKS[pair[0]].bytes, CHUNKS[pair[1]].bytes
+    return min(
+        range(1, blocks),
+        key=lambda n: max(-(-units // n) * costs[0], -(-others // (blocks - n)) * costs[1]),
+    )
+
+
+def units(rows: Sequence[int]) -> int:
+    return sum(-(-each // ROWS) for each in rows)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 128) * 128

@@ -1,0 +1,93 @@
+"""How the product of several rows is dealt out on sm_80 and later: csrc/matmul_wide.cu.
+
+Tokens become records first (csrc/matmul_staged.cu), once for all matrices of a format. Knows sizes;
+launches nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from voltapile.kernels.cuda import stream
+from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.launch import Instance
+
+FROM = 2  # rows
+WARPS, DEPTH, PASS, ROOM = 8, 2, 8, 16
+FORMATS = [name for name, chunk in CHUNKS.items() if chunk.is_block]
+MIXED = [pair for pair in stream.MIXED if set(pair) <= set(FORMATS)]
+
+
+def _instance(file: str, function: str, **defines: object) -> Instance:
+    named = tuple((key, str(value)) for key, value in defines.items())
+    return Instance(file, function, named, is_exact=True, waits=True)
+
+
+STAGED = {
+    name: _instance("matmul_staged.cu", "stage_tokens", FORMAT=name, MANY=2) for name in FORMATS
+}
+# By formats, and by whether there are more than PASS tokens.
+WIDE = {
+    (pair, more): _instance(
+        "matmul_wide.cu", "matmul_wide", FORMAT=pair[0], OTHER=pair[1],
+        DEPTH=DEPTH, WARPS=WARPS, TILES=1, MANY=2 * more,
+    )
+    for pair in [*((name, name) for name in FORMATS), *MIXED]
+    for more in (0, 1)
+}  # fmt: skip
+INSTANCES = [*STAGED.values(), *WIDE.values()]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """blocks: of a launch, for each `room` tokens; those from first_other on take the other
+    format."""
+
+    blocks: int
+    room: int
+    first_other: int
+    shared: int
+
+
+def record_bytes(name: str, columns: int, tokens: int) -> int:
+    return columns // 256 * CHUNKS[name].token_bytes * tokens
+
+
+@functools.lru_cache(maxsize=1024)
+def deal(
+    pair: tuple[str, str],
+    columns: int,
+    tokens: int,
+    rows: tuple[int, ...],
+    other_rows: tuple[int, ...],
+    is_glu: bool,
+    multiprocessors: int,
+    most_shared: int,
+) -> Deal | None:
+    """As stream.deal."""
+    if (
+        (pair, 0) not in WIDE
+        or tokens < FROM
+        or columns % 256
+        or min(rows + other_rows) < stream.ROWS
+    ):
+        return None
+    turns = -(-tokens // ROOM)
+    room = -(-tokens // turns)
+    shared = max(_shared_bytes(name, room, 2 if is_glu else 1) for name in pair)
+    if shared > most_shared:
+        return None
+    units = stream.units(rows[:1] if is_glu else rows)
+    others = stream.units(other_rows)
+    fitting = (most_shared + stream.RESERVED) // (shared + stream.RESERVED)
+    slots = multiprocessors * (min(2, fitting) if room <= PASS else 1)
+    blocks = min(max(2, slots // turns), units + others)
+    first = stream.first_other(pair, blocks, units, others)
+    return Deal(blocks, room, first, shared)
+
+
+def _shared_bytes(name: str, room: int, tiles: int) -> int:
+    chunk = CHUNKS[name]
+    tokens = -(-2 * chunk.token_bytes * room // 128) * 128
+    return WARPS * (stream.warp_bytes(chunk, DEPTH) + tokens + tiles * 64 * room)

@@ -1,0 +1,109 @@
+"""The product that streams, on the CPU: against float64 numpy and, in bits, the other engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from voltapile.kernels.cuda import matmul, stream, wide
+
+from ..test_matmul import activation_of, activations, random_raw, values_of
+from .emulation import EmulatedOps, has_compiler
+from .test_fragments import folder, ops_of, tolerance  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
+
+
+@pytest.fixture(autouse=True)
+def _no_wide_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide, "FROM", 1000)
+    wide.deal.cache_clear()
+    stream.deal.cache_clear()
+
+
+def both(
+    ops: EmulatedOps, monkeypatch: pytest.MonkeyPatch, run: object, kind: object = stream
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is streamed, and the same from matmul_rows.cu."""
+    streamed = run()  # type: ignore[operator]
+    assert ops.launched[-1][0] in kind.INSTANCES  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(matmul.stream, "ARCH", 1000)
+        plain = run()  # type: ignore[operator]
+    assert ops.launched[-1][0] not in [*stream.INSTANCES, *wide.INSTANCES]
+    return streamed, plain
+
+
+@pytest.mark.parametrize("name", stream.DEPTHS)
+def test_bits_are_those_of_rows(
+    name: str,
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ops = ops_of(90, folder)
+    for rows, columns, tokens in ((150, 2304, 1), (37, 512, 8), (200, 4352, 3)):
+        raw, x = random_raw(name, rows, columns), activations(tokens, columns)
+        weight = ops.weight(raw, name, (rows, columns))
+        array = ops.array(x)
+        got, plain = both(
+            ops, monkeypatch, lambda a=array, w=weight: ops.to_host(matmul.linear(ops, a, w))
+        )
+        np.testing.assert_array_equal(got, plain)
+        values = values_of(raw, name, rows)
+        error = np.abs(got - x.astype(np.float64) @ values.T)
+        assert (error <= tolerance(x, values, name)).all()
+
+
+@pytest.mark.parametrize("pair", stream.MIXED)
+def test_two_formats_share_a_launch(
+    pair: tuple[str, str],
+    folder: Path,  # noqa: F811
+) -> None:
+    ops = ops_of(90, folder)
+    x = activations(2, 768)
+    names, counts = (pair[0], pair[1], pair[0]), (70, 33, 200)
+    raws = [random_raw(name, rows, 768) for name, rows in zip(names, counts, strict=True)]
+    weights = [
+        ops.weight(raw, name, (rows, 768))
+        for raw, name, rows in zip(raws, names, counts, strict=True)
+    ]
+    outs = matmul.linears(ops, ops.array(x), weights, [None] * 3)
+    assert [each[0] for each in ops.launched] == [stream.STREAM[pair]]
+    for raw, name, out in zip(raws, names, outs, strict=True):
+        got = ops.to_host(out)
+        values = values_of(raw, name, got.shape[1])
+        error = np.abs(got - x.astype(np.float64) @ values.T)
+        assert (error <= tolerance(x, values, name)).all()
+
+
+def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    ops = ops_of(90, folder)
+    rows, columns = 170, 768
+    gate, up = (
+        ops.weight(random_raw("Q4_K", rows, columns, seed), "Q4_K", (rows, columns))
+        for seed in (5, 6)
+    )
+    biases = np.random.default_rng(7).standard_normal((2, rows)).astype(np.float32)
+    vectors = [ops.weight(b.view(np.uint8), "F32", b.shape) for b in biases]
+    x = ops.array(activations(3, columns, 8) / 1000)
+    start = activations(3, rows, 4)
+    for run in (
+        lambda: ops.to_host(matmul.glu(ops, x, gate, up, "silu", *vectors)),
+        lambda: ops.to_host(matmul.linear(ops, x, gate, vectors[0], add_to=ops.array(start))),
+    ):
+        np.testing.assert_array_equal(*both(ops, monkeypatch, run))
+    assert activation_of
+
+
+def test_what_does_not_fit_is_left_to_rows() -> None:
+    def deal(name: str, columns: int, tokens: int, rows: int) -> stream.Deal | None:
+        return stream.deal((name, name), columns, tokens, (rows,), (), False, 132, 227 << 10)
+
+    assert deal("Q4_K", 4096, 1, 4096).blocks == 132
+    assert deal("Q4_K", 4096, 1, 1600).blocks == 100
+    assert deal("F16", 4096, 1, 4096) is None
+    assert deal("Q4_K", 4096, 9, 4096) is None
+    assert deal("Q8_0", 288, 1, 4096) is None
+    assert deal("Q4_K", 4096, 1, 15) is None
+    assert deal("Q4_K", 65536, 8, 4096) is None
