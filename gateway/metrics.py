@@ -18,7 +18,7 @@ from voltapile.gateway.engine import EngineStats
 Memory = dict[int, dict[str, tuple[int, int]]]  # rank -> purpose -> planned, allocated bytes
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-LAG_INTERVAL = 0.5  # seconds between two looks at the event loop
+LAG_INTERVAL = 1.0  # seconds between two looks at the event loop
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)

@@ -43,7 +43,9 @@ class Watchdog:
     def complaint(self, now: float, alive_at: float, is_loaded: bool) -> str:
         """What is wrong with a rank at time `now`; "" if nothing is. alive_at: when the workers
         were started or had loaded."""
-        stopped = self._supervisor.stopped() if self._supervisor is not None else ""
+        stopped = ""
+        if self._supervisor is not None and not (is_loaded and self.can_tell):  # or silence tells
+            stopped = self._supervisor.stopped()
         if not stopped or self._going_at is None:
             self._going_at = now
         if now - self._going_at > self._seconds:
