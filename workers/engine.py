@@ -104,13 +104,16 @@ class Engine:
         self.search = Search(
             self.model, self.caches.layers, self.buffer, self.ops, spec, self.share, self.is_alone
         )
-        self.graphs: dict[int, Graph] = {}
+        self.graphs: dict[int, Graph] = {}  # of steps of one token a row, by rows
+        self.chunks: dict[int, Graph] = {}  # of prompts as large as a step may be, by outputs
         progress("kernels", 0.0)
         self.ops.prepare(self._rehearse)
         if self.ops.captures:
             for done, rows in enumerate(sorted(self.plan.buckets)):
                 progress("capture", done / len(self.plan.buckets))
-                self.graphs[rows] = self._record(rows)
+                self.graphs[rows] = self._record([], rows)
+            for outputs in range(2):
+                self.chunks[outputs] = self._record([self._chunk(bool(outputs))], 0)
         progress("ready", 1.0)
 
     def memory(self) -> dict[str, tuple[int, int]]:
@@ -206,7 +209,7 @@ class Engine:
             self.scores[slot] = PromptScores(sampling.prompt_tokens, want.prompt_logprobs)
 
     def _compute(self, rows: Sequence[Row]) -> None:
-        """Run the rows: replay a recorded step if all of them are one token, else run eagerly."""
+        """Run the rows: replay a recorded step if there is one of this shape, else run eagerly."""
         if all(row.sample and len(row.tokens) <= 1 for row in rows):
             bucket = min((n for n in self.graphs if n >= len(rows)), default=0)
             if bucket:
@@ -215,21 +218,29 @@ class Engine:
                 self.graphs[bucket].replay()
                 return
         batch = self.buffer.fill(rows)
+        graph = self.chunks.get(len(batch.outputs))
+        if graph and len(batch.tokens) == self.plan.batch_tokens and not batch.generated:
+            graph.replay()
+            return
         self.ops.reset_scratch()
         self._forward(batch)
 
-    def _record(self, rows: int) -> Graph:
-        batch = self.buffer.fill([], rows, self.caches.padding_slot)
+    def _record(self, rows: Sequence[Row], padding: int) -> Graph:
+        """A step of this shape: what varies is read when it is replayed."""
+        batch = self.buffer.fill(rows, padding, self.caches.padding_slot)
         self.ops.reset_scratch()
         with self.ops.capture() as graph:
             self._forward(batch)
         return graph
 
+    def _chunk(self, has_output: bool) -> Row:
+        tokens = np.zeros(self.plan.batch_tokens, np.int32)
+        return Row(slot=self.caches.padding_slot, tokens=tokens, sample=has_output)
+
     def _rehearse(self) -> None:
         """What a chunk of a prompt and each recorded step need of the backend."""
         slot = self.caches.padding_slot
-        prompt = Row(slot=slot, tokens=np.zeros(self.plan.batch_tokens, np.int32), sample=True)
-        batches = [([prompt], 0), *(([], rows) for rows in self.plan.buckets)]
+        batches = [([self._chunk(True)], 0), *(([], rows) for rows in self.plan.buckets)]
         for rows, padding in batches:
             self.ops.reset_scratch()
             self._forward(self.buffer.fill(rows, padding, slot))

@@ -18,6 +18,8 @@ import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.api import driver
 from cupy_backends.cuda.libs import cublas
+from voltapile.kernels.cuda import library
+from voltapile.kernels.cuda.library import WORKSPACE, Library, LibraryError
 from voltapile.kernels.cuda.submit import Submission
 
 # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY, CUBLAS_STATUS_ALLOC_FAILED
@@ -25,6 +27,7 @@ NO_MEMORY = {
     runtime.CUDARuntimeError: 2,
     driver.CUDADriverError: 2,
     cublas.CUBLASError: 3,
+    LibraryError: 3,
 }
 DeviceError = runtime.CUDARuntimeError
 ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -35,9 +38,6 @@ CLOCK_RATE = 13  # cudaDevAttrClockRate, in kHz
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_WITHOUT_ASKING = 48 << 10
-# Of cuBLAS: half and float32 values, sums in float32, the library's own choice of kernel.
-HALF, SINGLE, SUMS_IN_SINGLE, ANY_KERNEL = 2, 0, 68, -1
-AS_IT_IS, TRANSPOSED = 0, 1
 
 
 @contextmanager
@@ -153,7 +153,7 @@ class Device:
         self.total_bytes: int = facts["totalGlobalMem"]
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules: list[Any] = []
-        self._cublas = 0
+        self._library: Library | None = None
 
     # --- memory -------------------------------------------------------------------------------
     def allocate(self, nbytes: int, purpose: str) -> Memory:
@@ -193,34 +193,22 @@ class Device:
     def synchronize(self) -> None:
         self.stream.synchronize()
 
-    def open_library(self) -> int:
-        """The handle of cuBLAS, which takes memory of its own when it begins."""
-        if not self._cublas:
+    def open_library(self) -> Library:
+        """cuBLAS, which takes memory of its own when it begins."""
+        if self._library is None:
+            self._workspace = self.allocate(WORKSPACE, "workspace")
             with room_for("cuBLAS", self.taken):
-                self._cublas = cublas.create()
-        return self._cublas
+                handle, found = cublas.create(), library.load(runtime.runtimeGetVersion())
+                places = self.stream.ptr, self._workspace.ptr
+                self._library = Library(found, handle, *places, WORKSPACE)
+        return self._library
 
     def product(
         self, weight: int, x: int, out: int, shape: tuple[int, int, int], factor: float, adds: bool
     ) -> None:
-        """out [T, N] = factor * x [T, K] @ weight[N, K].T, shape (T, N, K); halves to float32."""
-        tokens, rows, columns = shape
-        alpha, beta = np.array([factor], np.float32), np.array([float(adds)], np.float32)
-        # cupy gives each call the current stream.
-        with self.stream, room_for("cuBLAS", self.taken):
-            cublas.gemmEx(
-                self.open_library(),
-                TRANSPOSED,
-                AS_IT_IS,
-                *(rows, tokens, columns),
-                alpha.ctypes.data,
-                *(weight, HALF, columns),
-                *(x, HALF, columns),
-                beta.ctypes.data,
-                *(out, SINGLE, rows),
-                SUMS_IN_SINGLE,
-                ANY_KERNEL,
-            )
+        """See Library."""
+        with room_for("cuBLAS", self.taken):
+            self.open_library().product(weight, x, out, shape, factor, adds)
 
     @property
     def ticks_per_second(self) -> float:

@@ -131,6 +131,39 @@ def test_replay_equals_eager(mini: Path, engine_for: Make, drive: Make) -> None:
         assert together(drive(recorded), 12, (0, 1, 2, 3), **sampling) == expected
 
 
+def test_a_recorded_chunk_equals_an_eager_one(mini: Path, engine_for: Make, drive: Make) -> None:
+    """A prompt that fills steps, alone or with another one, in the middle of a page or not."""
+    options = {"batch_tokens": 64, "context": 256}
+    recorded = engine_for(mini / "gemma3/model-f16.gguf", "cpu", **options)
+    eager = engine_for(mini / "gemma3/model-f16.gguf", "cpu", **options)
+    eager.chunks = {}
+    used = []
+    for outputs, graph in recorded.chunks.items():
+        recorded.chunks[outputs] = Counted(graph, used, outputs)
+    prompt = PROMPTS[2][:128]
+    for chunk in (64, 32):
+        expected = drive(eager).generate(prompt, 6, chunk=chunk)
+        assert drive(recorded).generate(prompt, 6, chunk=64) == expected
+    assert used == [0, 1] * 2
+    driver = drive(recorded)
+    rows = driver.start(0, prompt[:40], 6) + driver.start(1, prompt[40:64], 6)
+    rows[0].sample = False
+    answers = driver.step(rows)
+    assert used[4:] == [1]
+    assert answers[0].tokens == drive(eager).generate(prompt[40:64], 1)
+
+
+class Counted:
+    """A recorded step that notes its use."""
+
+    def __init__(self, graph: Any, used: list[int], name: int) -> None:
+        self.graph, self.used, self.name = graph, used, name
+
+    def replay(self) -> None:
+        self.used.append(self.name)
+        self.graph.replay()
+
+
 def test_decode_and_prefill_in_one_step(engine: Any, drive: Make) -> None:
     driver = drive(engine)
     expected = alone(driver, 6)

@@ -114,7 +114,7 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         CUDARuntimeError=CUDARuntimeError, setDevice=_nothing, getDeviceProperties=gpu.properties,
         getDeviceCount=lambda: 1, malloc=gpu.malloc, free=gpu.give_back, hostAlloc=gpu.host_alloc,
         freeHost=gpu.host.pop, memGetInfo=lambda: (gpu.free, gpu.total), memcpyAsync=gpu.copy,
-        memsetAsync=_nothing, streamCaptureModeRelaxed=2,
+        memsetAsync=_nothing, streamCaptureModeRelaxed=2, runtimeGetVersion=lambda: 12040,
     )  # fmt: skip
 
     class Stream:
@@ -150,7 +150,7 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     cuda = SimpleNamespace(
         Stream=Stream, Event=Event, function=SimpleNamespace(Module=Module), runtime=runtime
     )
-    cublas = SimpleNamespace(CUBLASError=CUBLASError, create=create, gemmEx=_nothing)
+    cublas = SimpleNamespace(CUBLASError=CUBLASError, create=create)
     driver = SimpleNamespace(CUDADriverError=CUDADriverError, funcSetAttribute=_nothing)
     modules = {
         "cupy": {"cuda": cuda}, "cupy.cuda": vars(cuda), "cupy_backends": {},
@@ -161,6 +161,9 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         module = ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
+    calls = ("SetStream_v2", "SetWorkspace_v2", "GemmEx")
+    found = SimpleNamespace(**{f"cublas{name}": lambda *_: 0 for name in calls})
+    monkeypatch.setattr("voltapile.kernels.cuda.library.load", lambda version: found)
     for name in OURS:  # those that hold the real one, or another test's
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]
