@@ -2,7 +2,8 @@
 
 `python bench/gpu_matmul.py [--quick]`. Shapes of an 8B. Copies of a weight are taken in turn, so
 that none stays in the GPU's own cache; few rows are captured, several launches a graph, so that the
-gaps between them count. Shares are of 3.95 TB/s and 790 TFLOP/s, what an H200 reaches.
+gaps between them count. `step` is all products of a decode step of an 8B, each waiting for the one
+before it, and nothing else. Shares are of 3.95 TB/s and 790 TFLOP/s, what an H200 reaches.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ class Bench:
         if policy is EVERY_ROW_ALONE:
             with self.ops.capture() as graph:
                 run()
-            return min(self._timed(graph.replay) for _ in range(5)) / calls
-        return min(self._timed(run) for _ in range(3)) / calls
+            return min(self.timed(graph.replay) for _ in range(5)) / calls
+        return min(self.timed(run) for _ in range(3)) / calls
 
-    def _timed(self, run: Callable[[], None]) -> float:
+    def timed(self, run: Callable[[], None]) -> float:
         first = self.ops.device.event()
         run()
         return float(self.ops.device.seconds_between(first, self.ops.device.event()))
@@ -107,6 +108,59 @@ def few_rows(bench: Bench, name: str, tokens: tuple[int, ...]) -> None:
     print(f"one row: {100 * share:.0f} % of {SPEED / 1e12} TB/s")
 
 
+class Step:
+    """The matrices of a qwen3-8b. kind: a format, or Q4_K_M, whose every other layer has v and down
+    in Q6_K."""
+
+    def __init__(self, bench: Bench, kind: str) -> None:
+        self._bench, self._ops = bench, bench.ops
+        low = "Q4_K" if kind == "Q4_K_M" else kind
+        wide = ("Q4_K", "Q6_K") if kind == "Q4_K_M" else (kind, kind)
+
+        def made(name: str, *shape: int) -> Any:
+            return self._ops.dummy_weight(name, shape)
+
+        self._layers = [
+            (
+                [made(low, 4096, 4096), made(low, 1024, 4096), made(wide[i % 2], 1024, 4096)],
+                made(low, 4096, 4096),
+                [made(low, 12288, 4096), made(low, 12288, 4096)],
+                made(wide[i % 2], 4096, 12288),
+            )
+            for i in range(36)
+        ]
+        self._output = made(wide[1], 151936, 4096)
+        weights = [w for qkv, o, glu, down in self._layers for w in (*qkv, o, *glu, down)]
+        self.nbytes = sum(weight.nbytes for weight in (*weights, self._output))
+
+    def seconds(self, tokens: int) -> float:
+        x = self._ops.zeros((tokens, 4096), np.float32)
+        self._ops.upload(x, np.random.default_rng(0).standard_normal(x.shape, np.float32))
+        self._run(x)
+        with self._ops.capture() as graph:
+            self._run(x)
+        return min(self._bench.timed(graph.replay) for _ in range(6))
+
+    def _run(self, x: Any) -> None:
+        ops = self._ops
+        ops.reset_scratch()
+        for qkv, o, (gate, up), down in self._layers:
+            with ops.scope():
+                q = matmul.linears(ops, x, qkv, (None,) * 3)[0]
+                matmul.linear(ops, q, o, add_to=x)
+                matmul.linear(ops, matmul.glu(ops, x, gate, up, "silu"), down, add_to=x)
+        matmul.linear(ops, x, self._output)
+
+
+def steps(bench: Bench, kind: str, tokens: tuple[int, ...]) -> None:
+    step = Step(bench, kind)
+    cells = ((count, step.seconds(count)) for count in tokens)
+    told = ", ".join(
+        f"{count}: {1e3 * s:.2f} ms {step.nbytes / s / 1e12:.2f} TB/s" for count, s in cells
+    )
+    print(f"step of {kind}, by rows: {told}")
+
+
 def many_rows(bench: Bench, name: str, tokens: tuple[int, ...]) -> None:
     print(f"{name}: TFLOP/s (share of {FLOPS / 1e12:.0f}) and ms of all layers, for tokens")
     ways = {"rows": EVERY_ROW_ALONE, **WAYS}
@@ -131,6 +185,8 @@ def main() -> None:
     bench = Bench()
     for name in ("Q4_K",) if args.quick else ("Q4_K", "Q6_K", "Q8_0", "F16"):
         few_rows(bench, name, (1, 8) if args.quick else (1, 2, 4, 8, 16, 32))
+    for kind in ("Q4_K_M", "Q8_0"):
+        steps(bench, kind, (1, 8) if args.quick else (1, 2, 4, 8, 16, 32))
     many_rows(bench, "Q4_K", (64, 512, 2048) if args.quick else (32, 64, 128, 256, 512, 2048))
     if not args.quick:
         many_rows(bench, "Q8_0", (64, 2048))

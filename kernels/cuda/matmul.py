@@ -1,8 +1,9 @@
 """Launchers of matrix products: linear, linears, glu.
 
-Two ways: the row-invariant engine (matmul_rows.cu), in which a row has the same bits in any
-company, and for prompt rows, where Policy says so, the product of many rows (gemm.py). Checks
-shapes and deals matrices to launches; knows neither cupy nor models.
+Two ways: the row-invariant engine, in which a row has the same bits in any company, and for prompt
+rows, where Policy says so, the product of many rows (gemm.py). The engine is matmul_rows.cu; from
+sm_80 on, where stream.py and wide.py say so, it is matmul_stream.cu for few rows and matmul_wide.cu
+for more. Checks shapes and deals matrices to launches; knows neither cupy nor models.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ FEW_ROWS = 4096  # of a launch whose blocks take one tile
 MANY_TURNS = 8  # of a block, from which on one row is better off with blocks that stay
 MATRICES = 3  # of one launch
 # Prompt rows of a step from which on they take the product of many rows: the fused one, or the
-# library's; 0 is never. Not measured: arithmetic for an H200. The engine reads all weights for
-# every 32 rows (2 to 3 ms for an 8B in Q4_K_M); unpacking them and reading halves takes 10 ms.
-FUSED_FROM, LIBRARY_FROM = 0, 96
+# library's; 0 is never. On an H200 the library wins from about 64 rows on; the engine reads all
+# weights for every 16 of them.
+FUSED_FROM, LIBRARY_FROM = 0, 64
 
 # Formats that files mix in one layer; a launch takes both.
 PAIRS = {
