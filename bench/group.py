@@ -2,9 +2,10 @@
 
     python bench/group.py [--ranks 2] [--islands] [--replays 10000] [--only times,replays,...]
 
-times: a call of all_reduce inside a recorded step, others, and bandwidth. bits: every collective
-against numpy. replays: recorded steps with random pauses on each rank. loss: a rank that is killed,
-stopped, or a group that is ended. --islands makes each GPU an island of its own.
+times: a call of all_reduce inside a recorded step, and of others. sweep: each way of a sum. norms:
+a sum and the norm after it. bits: every collective against numpy. replays: recorded steps with
+random pauses on each rank. loss: a rank that is killed, stopped, or a group that is ended.
+--islands makes each GPU an island of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
+from voltapile.kernels.cuda import group as collectives
 from voltapile.kernels.cuda.ops import CudaOps
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
@@ -94,10 +96,35 @@ def times(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str
     return lines
 
 
-def norms(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str]:
-    """A sum added to the residual and the norm after it, as a model has them."""
+def sweep(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str]:
+    """Each way of a sum at each size: where one should take over from another."""
+    usual = collectives.PUSH_BYTES, collectives.SLICE_BYTES, collectives.FAVOURED_BLOCKS
+    most = 1 << 30
+    ways = {f"push {blocks}": (most, 0, blocks) for blocks in (16, 32, 64, 128)}
+    ways |= {"slices 64": (0, most, 64), "slices 128": (0, most, 128), "pieces": (0, 0, 64)}
     lines = []
-    for rows, width in ((1, 4096), (1, 5120), (8, 4096)):
+    for kib in (16, 20, 80, 160, 320, 640, 1024, 2048, 8192, 32768):
+        shape = (1, kib * 256)
+        part, x = put(ops, parts_of(0, 1, *shape)[0] * 0), put(ops, parts_of(1, 1, *shape)[0])
+        found = []
+        for way, numbers in ways.items():
+            if (way.startswith("push") and kib > 768) or (way.startswith("sl") and kib > 2048):
+                continue
+            collectives.PUSH_BYTES, collectives.SLICE_BYTES, collectives.FAVOURED_BLOCKS = numbers
+            call = lambda p=part, s=shape, x=x: ops.all_reduce(p, s, x)  # noqa: E731
+            us = microseconds(ops, call, CALLS if kib <= 1024 else 20)
+            found.append(f"{way}: {us:.2f}")
+        lines.append(f"all_reduce {kib:6} KiB, us: {', '.join(found)}")
+    collectives.PUSH_BYTES, collectives.SLICE_BYTES, collectives.FAVOURED_BLOCKS = usual
+    return lines
+
+
+def norms(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str]:
+    """A sum added to the residual and the norm after it, as a model has them: one kernel or two."""
+    links, lines = ops._links, []
+    assert links is not None
+    usual = links.norms
+    for rows, width in ((1, 2048), (1, 4096), (1, 5120), (8, 4096)):
         shape = (rows, width)
         part, x = put(ops, parts_of(0, 1, *shape)[0] * 0), put(ops, parts_of(1, 1, *shape)[0])
         weight = ops.weight(np.ones(width, np.float32).view(np.uint8), "F32", (width,))
@@ -105,7 +132,12 @@ def norms(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str
         def both(p: Any = part, s: Any = shape, x: Any = x, w: Any = weight) -> None:
             ops.rms_norm(ops.all_reduce(p, s, x), w, 1e-6)
 
-        lines.append(f"all_reduce and norm {shape} {microseconds(ops, both):8.2f} us")
+        links.norms = True
+        one = microseconds(ops, both)
+        links.norms = False
+        two = microseconds(ops, both)
+        lines.append(f"all_reduce and norm {shape} {one:8.2f} us, as two kernels {two:.2f} us")
+    links.norms = usual
     return lines
 
 
@@ -223,6 +255,7 @@ def endless(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[s
 WORKS: dict[str, Work] = {
     "bits": bits,
     "times": times,
+    "sweep": sweep,
     "norms": norms,
     "replays": replays,
     "loss": endless,

@@ -138,6 +138,8 @@ class Mark:
 class Device:
     """A GPU and the one stream on which everything is computed, in order."""
 
+    failure = DeviceError
+
     def __init__(self, number: int = 0) -> None:
         self.number = number
         self.taken: Counter[str] = (
@@ -248,6 +250,9 @@ class Device:
             if error.status != ALREADY_REGISTERED:
                 raise
         return int(runtime.pointerGetAttributes(address).devicePointer) or address
+
+    def unregister(self, address: int) -> None:
+        runtime.hostUnregister(address)
 
     # --- code ---------------------------------------------------------------------------------
     def function(self, code: bytes, name: str, is_early: bool = False) -> Function:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.links import (
     MESSAGE,
     PACK_BLOCKS,
@@ -17,15 +17,19 @@ from voltapile.kernels.cuda.links import (
     PIECE,
     PIECE_BLOCKS,
     SLOTS,
+    TWIN,
     Links,
 )
+from voltapile.kernels.cuda.rows import LONGEST_HEAD, norm_threads
 from voltapile.kernels.ops import Arrival
 
 SUM = Instance("group_packs.cu", "group_sum", waits=True)
+SUM_NORM = Instance("group_norm.cu", "group_sum_norm", waits=True)
 SUM_SLICES = Instance("group_packs.cu", "group_sum_slices", waits=True)
 GATHER = Instance("group_packs.cu", "group_gather", waits=True)
 BROADCAST = Instance("group_packs.cu", "group_broadcast", waits=True)
 SUM_PIECES = Instance("group_pieces.cu", "group_sum_pieces", waits=True)
+SUM_TWINS = Instance("group_pieces.cu", "group_sum_twins", waits=True)
 SEND = Instance("group_pieces.cu", "group_send", waits=True)
 RECEIVE = Instance("group_pieces.cu", "group_receive", waits=True)
 PLACE = Instance("group_alone.cu", "group_place")
@@ -33,7 +37,7 @@ ADD = Instance("group_alone.cu", "group_add")
 FILL = Instance("group_alone.cu", "group_fill")
 CHECK = Instance("group_alone.cu", "group_check")
 INSTANCES = [
-    *(SUM, SUM_SLICES, GATHER, BROADCAST, SUM_PIECES, SEND, RECEIVE),
+    *(SUM, SUM_NORM, SUM_SLICES, GATHER, BROADCAST, SUM_PIECES, SUM_TWINS, SEND, RECEIVE),
     *(PLACE, ADD, FILL, CHECK),
 ]
 
@@ -42,6 +46,7 @@ SLICE_BYTES = 1 << 20  # of an array up to which slices go as packs
 MOST_PACKS = PACK_BLOCKS * SLOTS  # of one launch
 FEWEST_THREADS, FAVOURED_BLOCKS = 64, 64
 PIECE_THREADS = 512
+LONGEST_NORM = 9 * 1024  # of a row: nine floats for each of a block's threads
 
 
 def all_reduce(
@@ -54,6 +59,9 @@ def all_reduce(
         grid, block = _packs(count)
         ends = adds, np.int32(links.rank), np.int32(links.ranks)
         ops.kernel(SUM)(grid, block, (*arrays, np.int64(0), np.int64(count), *ends))
+    elif links.ranks == 2 and out.nbytes > PUSH_BYTES and count % 4 == 0:
+        grid = _pieces(count, TWIN, links)
+        ops.kernel(SUM_TWINS)(grid, PIECE_THREADS, (*arrays, np.int64(count), adds))
     elif out.nbytes > SLICE_BYTES and count % 4 == 0:
         grid = _pieces(count, links.mates * PIECE, links)
         ops.kernel(SUM_PIECES)(grid, PIECE_THREADS, (*arrays, np.int64(count), adds))
@@ -63,6 +71,37 @@ def all_reduce(
             grid, block = _packs(-(-min(step, count - first) // links.mates))
             numbers = np.int64(first), np.int64(count), adds
             ops.kernel(SUM_SLICES)(grid, block, (*arrays, *numbers))
+
+
+def can_norm(links: Links, shape: tuple[int, ...]) -> bool:
+    """Whether a sum of that shape can take the norm of its rows along."""
+    rows, n = shape
+    fits = n % 4 == 0 and LONGEST_HEAD < n <= LONGEST_NORM and rows * _units(n) <= PACK_BLOCKS
+    return fits and links.islands == 1 and (links.ranks - 1) * rows * n * 4 <= PUSH_BYTES
+
+
+def all_reduce_norm(
+    ops: Launcher,
+    links: Links,
+    part: DeviceArray | None,
+    x: DeviceArray,
+    weight: CudaWeight,
+    eps: float,
+    out: DeviceArray,
+) -> None:
+    """x += the sum over ranks of part; out = rms_norm of x."""
+    rows, n = x.shape
+    assert (weight.shape, out.shape) == ((n,), x.shape), (weight.shape, out, x)
+    address = 0 if part is None else part.ptr
+    arrays = links.record, address, x.ptr, weight.ptr, out.ptr
+    ranks = np.int32(links.rank), np.int32(links.ranks)
+    numbers = np.int32(n), np.float32(eps), np.int32(_units(n))
+    ops.kernel(SUM_NORM)((rows,), norm_threads(n), (*arrays, *numbers, *ranks), 4 * n)
+
+
+def _units(n: int) -> int:
+    """So many blocks' packs has a row."""
+    return -(-n // (PACK_FLOATS * SLOTS))
 
 
 def all_gather(
@@ -155,23 +194,57 @@ class Watched:
 
 
 class CudaCollectives:
-    """The part of CudaOps that concerns other ranks; see kernels/group.py. wires.py makes links."""
+    """The part of CudaOps that concerns other ranks; see kernels/group.py. wires.py makes links.
+
+    A sum into the residual stream is not launched at once: if the next thing to be done is the norm
+    of the same rows, one kernel does both. Before anything else is submitted comes `_catch_up`.
+    """
 
     _links: Links | None = None
+    _late: tuple[DeviceArray | None, DeviceArray] | None = None  # part, and where it is added
 
     def all_reduce(
         self, part: DeviceArray | None, shape: tuple[int, int], add_to: DeviceArray | None = None
     ) -> DeviceArray:
         assert part is None or part.shape == shape, (part, shape)
         assert add_to is None or add_to.shape == shape, (add_to, shape)
-        ops = self._launcher()
-        if self._links is None and part is not None and add_to is None:
+        self._catch_up()
+        ops, links = self._launcher(), self._links
+        if links is None and part is not None and add_to is None:
             return part
         out = ops.scratch(shape) if add_to is None else add_to
-        if self._links is None:
+        if links is None:
             add(ops, part, out, add_to is not None)
+        elif add_to is not None and links.norms and can_norm(links, shape):
+            self._late = part, add_to
         else:
-            all_reduce(ops, self._links, part, out, add_to is not None)
+            all_reduce(ops, links, part, out, add_to is not None)
+        return out
+
+    def _catch_up(self) -> None:
+        """Launch a sum that is late."""
+        if self._late is not None:
+            assert self._links is not None
+            (part, out), self._late = self._late, None
+            all_reduce(self._launcher(), self._links, part, out, True)
+
+    def _norm_late(self, x: DeviceArray, weight: CudaWeight, eps: float) -> DeviceArray | None:
+        """The norm of what a late sum gives, together with it; None if that cannot be."""
+        if self._late is None or weight.shape != x.shape[1:]:
+            return None
+        ops, (part, total) = self._launcher(), self._late
+        with ops.scope():
+            place = ops.scratch(x.shape)  # where `out` will be; a row's may be another row's part
+        is_free = (
+            part is None
+            or place.ptr >= part.ptr + part.nbytes
+            or (place.ptr + place.nbytes <= part.ptr)
+        )
+        if (total.ptr, total.shape) != (x.ptr, x.shape) or not is_free:
+            return None
+        assert self._links is not None
+        self._late, out = None, ops.scratch(x.shape)
+        all_reduce_norm(ops, self._links, part, x, weight, eps, out)
         return out
 
     def all_gather(self, part: DeviceArray | None, rows: int, widths: Sequence[int]) -> DeviceArray:

@@ -15,7 +15,7 @@ from voltapile.kernels.group import GroupError
 
 MOST_RANKS = 16
 PACK_BLOCKS, PIECE_BLOCKS = 128, 256  # of a grid, at most
-SLOTS, PIECE, MESSAGE = 512, 4096, 2048  # packs, floats of a block
+SLOTS, PIECE, TWIN, MESSAGE = 512, 4096, 2048, 2048  # packs, floats of a block
 PACK_FLOATS = 3
 FLAGS_AT = 2 * PACK_BLOCKS * SLOTS * 24 + 2 * PIECE_BLOCKS * (PIECE + MESSAGE) * 4
 ROOM = FLAGS_AT + (64 << 10)  # bytes of a rank at each other one
@@ -120,7 +120,7 @@ def record_of(
 class Links:
     """A group as launchers see it. record: the address of its record in device memory. report:
     words in host memory. blocks: that all ranks' GPUs can run at once. owners: what keeps all that
-    alive."""
+    alive. norms: whether sums take the norm behind them along; the same on all ranks."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Links:
     ) -> None:
         self.record, self.rank, self.ranks = record, rank, ranks
         self.islands, self.mates = len(islands.ranks), len(islands.ranks[0]) if ranks > 2 else 1
-        self.blocks = blocks
+        self.blocks, self.norms = blocks, False
         self._report, self._seconds, self._owners = report, seconds, owners
 
     def check(self) -> None:

@@ -87,6 +87,7 @@ class CudaOps(CudaCollectives):
 
     # --- what launchers use (launch.Launcher) -------------------------------------------------
     def kernel(self, instance: Instance) -> Kernel:
+        self._catch_up()
         return self._loader.kernel(instance)
 
     def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
@@ -112,6 +113,7 @@ class CudaOps(CudaCollectives):
         (rows, columns), tokens = weight.shape, len(x)
         assert x.shape == (tokens, columns), (x, weight)
         assert out.shape == (tokens, rows), (out, weight)
+        self._catch_up()
         if self._loader.is_rehearsing:
             self.device.open_library()
         else:
@@ -173,6 +175,7 @@ class CudaOps(CudaCollectives):
         )
 
     def copy_page(self, cache: Any, source: int, target: int) -> None:
+        self._catch_up()
         for array in attention.page_parts(cache):
             self.device.copy(array[target].ptr, array[source].ptr, array[source].nbytes)
 
@@ -183,15 +186,18 @@ class CudaOps(CudaCollectives):
     def upload(self, target: DeviceArray, values: np.ndarray) -> None:
         values = np.ascontiguousarray(values, target.dtype)
         assert values.size <= target.size, (values.shape, target.shape)
+        self._catch_up()
         self._ring.send(target.ptr, _bytes_of(values))
 
     def to_host(self, x: DeviceArray) -> np.ndarray:
+        self._catch_up()
         out = np.empty(x.shape, x.dtype)
         self._ring.fetch(x.ptr, out.reshape(-1).view(np.uint8))
-        return out
         self._check_group()
+        return out
 
     def fetch(self, arrays: Sequence[DeviceArray]) -> Arrival:
+        self._catch_up()
         return self._watched(self._courier.fetch(arrays))
 
     @contextmanager
@@ -199,17 +205,19 @@ class CudaOps(CudaCollectives):
         graph = CudaGraph(self.device)
         with self.device.capture() as graph.recorded:
             yield graph
+            self._catch_up()
 
     def prepare(self, run: Callable[[], None]) -> None:
         """Compile and load, side by side, what `run` launches; it is called and launches nothing.
         Then give back what only loading needed."""
         with self._loader.rehearse():
             run()
+            self._catch_up()
         self._uploader.close()
 
     def synchronize(self) -> None:
+        self._catch_up()
         self.device.synchronize()
-
         self._check_group()
 
     def join(self, group: Group) -> None:
@@ -217,6 +225,7 @@ class CudaOps(CudaCollectives):
 
     def _launcher(self) -> Launcher:
         return self
+
     # --- the ends of a step -------------------------------------------------------------------
     def begin(self, batch: Batch, state: SlotState) -> None:
         self._step = len(batch.tokens), batch.generated
@@ -233,6 +242,8 @@ class CudaOps(CudaCollectives):
     def rms_norm(
         self, x: DeviceArray, weight: Weight, eps: float, add_to: DeviceArray | None = None
     ) -> DeviceArray:
+        if add_to is None and (normed := self._norm_late(x, _own(weight), eps)) is not None:
+            return normed
         return rows.rms_norm(self, x, _own(weight), eps, add_to)
 
     def softcap_(self, x: DeviceArray, cap: float) -> DeviceArray:
@@ -323,6 +334,7 @@ class CudaOps(CudaCollectives):
         return rows.gather(self, x, index)
 
     def copy(self, x: DeviceArray) -> DeviceArray:
+        self._catch_up()
         out = self.scratch(x.shape, x.dtype)
         if not self._loader.is_rehearsing:
             self.device.copy(out.ptr, x.ptr, x.nbytes)

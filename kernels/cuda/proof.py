@@ -1,23 +1,31 @@
 """Proofs that what one rank writes arrives at another, and how fast: patterns over whole rooms.
 
 A pair is proven by the very addresses that its kernels will use later. Also how fast a GPU reads
-host memory of each CPU node. Knows addresses and ranks, not how they were opened.
+host memory of each CPU node, and what else is measured rather than assumed when a group begins.
+Knows addresses and ranks, not how they were opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from voltapile.kernels.cuda.group import CHECK, FILL
-from voltapile.kernels.cuda.launch import Launcher
-from voltapile.kernels.cuda.links import ROOM
+from voltapile.kernels.cuda.group import CHECK, FILL, all_reduce, all_reduce_norm, can_norm
+from voltapile.kernels.cuda.launch import CudaWeight, Launcher
+from voltapile.kernels.cuda.links import ROOM, Links
+from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.group import Group
+from voltapile.shm.segment import Segment, SegmentError
 
 REPEATS = 4  # of a pattern, for its speed
 PACK = 16
 BLOCK = 256
+NORM_WIDTH, NORM_CALLS, EPS = 4096, 50, 1e-6
+NODE_BYTES = 32 << 20
+NODE_FOLDER = Path("/sys/devices/system/node")
 
 
 class Prover(Launcher, Protocol):
@@ -88,6 +96,83 @@ def read(ops: Prover, address: int, nbytes: int) -> float:
             ops.kernel(CHECK)(grid, BLOCK, call)
         seconds = ops.device.seconds_between(began, ops.device.event())
     return float(REPEATS * nbytes / max(seconds, 1e-9) / 1e9)
+
+
+def norm_pays(ops: Prover, links: Links, group: Group) -> bool:
+    """Whether a sum together with the norm behind it is faster than one after the other, here and
+    on all ranks. Measured inside a recorded step, where it will be; both give the same bits."""
+    shape = 1, NORM_WIDTH
+    if not can_norm(links, shape):
+        return False
+    with ops.scope():
+        part, x, out, ones = (ops.scratch(shape) for _ in range(4))
+        for array in (part, x, out, ones):
+            ops.device.clear(array.ptr, array.nbytes)
+        weight = CudaWeight((NORM_WIDTH,), ones.nbytes, "F32", ones.ptr, ones.nbytes)
+
+        def together() -> None:
+            all_reduce_norm(ops, links, part, x, weight, EPS, out)
+
+        def apart() -> None:
+            all_reduce(ops, links, part, x, True)
+            with ops.scope():
+                rms_norm(ops, x, weight, EPS)
+
+        is_faster = _seconds(ops, together) < _seconds(ops, apart)
+    links.check()
+    return all(answer[0] for answer in group.exchange(bytes([is_faster])))
+
+
+def _seconds(ops: Prover, call: Callable[[], None]) -> float:
+    device = ops.device
+    call()  # loads
+    with device.capture() as recorded:
+        for _ in range(NORM_CALLS):
+            call()
+    device.replay(recorded[0])
+    began = device.event()
+    for _ in range(REPEATS):
+        device.replay(recorded[0])
+    return float(device.seconds_between(began, device.event()))
+
+
+def nodes(ops: Prover, group: Group) -> dict[int, float]:
+    """GB/s at which this GPU reads host memory of each CPU node, one GPU at a time."""
+    speeds: dict[int, float] = {}
+    for node in cpu_nodes():
+        for turn in range(group.ranks):
+            if turn == group.rank:
+                with contextlib.suppress(SegmentError, ops.device.failure):
+                    speeds[node] = _node(ops, group, node)
+            group.exchange(b"")
+    return speeds
+
+
+def _node(ops: Prover, group: Group, node: int) -> float:
+    with Segment.create(group.name, f"node-{node}", NODE_BYTES, nodes=[node]) as segment:
+        address = ops.device.register(segment.address, segment.nbytes)
+        try:
+            return read(ops, address, segment.nbytes)
+        finally:
+            ops.device.unregister(segment.address)
+
+
+def cpu_nodes(folder: Path = NODE_FOLDER) -> list[int]:
+    """Nodes with CPUs and memory: a GPU's memory may be a node too, and is none of them."""
+    try:
+        texts = [(folder / name).read_text() for name in ("has_cpu", "has_memory")]
+    except OSError:
+        return [0]
+    return sorted(set.intersection(*map(_numbers, texts)))
+
+
+def _numbers(text: str) -> set[int]:
+    """Of "0-2,8"."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
 
 
 def _shape(ops: Launcher, nbytes: int) -> tuple[tuple[int], np.int64]:

@@ -66,11 +66,11 @@ def rms_norm(
         ops.kernel(NORM_HEADS)((_groups(runs, 4),), 128, (*pointers, *numbers, np.int32(runs)))
     else:
         assert n <= LONGEST_ROW or n % 4, n
-        ops.kernel(NORM_ROWS)((runs,), _norm_threads(n), (*pointers, *numbers))
+        ops.kernel(NORM_ROWS)((runs,), norm_threads(n), (*pointers, *numbers))
     return out
 
 
-def _norm_threads(n: int) -> int:
+def norm_threads(n: int) -> int:
     """A power of two with about eight values each."""
     return int(min(1024, max(128, 1 << (n // 8 - 1).bit_length())))
 

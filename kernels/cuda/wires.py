@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from voltapile.kernels.cuda import proof
-from voltapile.kernels.cuda.device import DeviceError, Memory, Pinned
+from voltapile.kernels.cuda.device import Memory, Pinned
 from voltapile.kernels.cuda.links import ROOM, Islands, Links, Way, Words, islands_of, record_of
 from voltapile.kernels.group import Group, GroupError
 from voltapile.shm.segment import Segment, SegmentError
@@ -58,7 +58,12 @@ def open_links(ops: proof.Prover, group: Group) -> Links:
     islands = islands_of(is_direct)
     _go_by_host(wires, is_direct)
     _clear(wires)
-    return _record(wires, islands)
+    for node, speed in proof.nodes(ops, group).items():
+        log.info("rank %d reads host memory of node %d: %.1f GB/s", group.rank, node, speed)
+    links = _record(wires, islands)
+    links.norms = proof.norm_pays(ops, links, group)
+    log.info("rank %d: sums take norms along: %s", group.rank, "yes" if links.norms else "no")
+    return links
 
 
 def _open_peers(wires: Wires) -> None:
@@ -75,7 +80,7 @@ def _open_peers(wires: Wires) -> None:
         elif _island(group, rank) == _island(group, group.rank):
             try:
                 start = device.open_handle(handle)
-            except DeviceError as error:
+            except device.failure as error:
                 log.info("rank %d cannot open rank %d's memory: %s", group.rank, rank, error)
         wires.to.append(None if start is None else start + group.rank * ROOM)
         wires.into.append(wires.inbox.ptr + rank * ROOM)

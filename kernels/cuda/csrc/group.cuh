@@ -18,6 +18,7 @@ constexpr int MOST_RANKS = 16;
 constexpr int PACK_BLOCKS = 128, PIECE_BLOCKS = 256;  // of a grid, at most
 constexpr int SLOTS = 512;   // packs of a block in one exchange
 constexpr int PIECE = 4096;  // floats of a block in one exchange of plain data
+constexpr int TWIN = 2048;   // the same, where there are two ranks
 constexpr int MESSAGE = 2048;  // floats of a block in one of a message's parts
 // A rank's room at another: packs, pieces, messages, flags.
 constexpr int HALF_PACKS = PACK_BLOCKS * SLOTS;
@@ -106,41 +107,57 @@ class Wait {
   bool has_told_ = false;
 };
 
-__device__ __forceinline__ char* slot_of(char* room, unsigned exchange, int is_narrow) {
-  const long long at = static_cast<long long>(exchange & 1) * HALF_PACKS + blockIdx.x * SLOTS;
-  return room + PACKS_AT + (is_narrow ? at * 24 + threadIdx.x * 8 : (at + threadIdx.x) * 16);
+__device__ __forceinline__ char* slot_of(char* room, unsigned exchange, int is_narrow, int block,
+                                         int slot) {
+  const long long at = static_cast<long long>(exchange & 1) * HALF_PACKS + block * SLOTS;
+  return room + PACKS_AT + (is_narrow ? at * 24 + slot * 8 : (at + slot) * 16);
 }
 
-// This thread's pack of an exchange of its block.
-__device__ __forceinline__ void push(const Peer& peer, unsigned exchange, Words words) {
-  char* slot = slot_of(peer.out, exchange, peer.is_narrow);
-  if (!peer.is_narrow) return store_wide(slot, words, exchange);
-  store_narrow(slot, words.x, exchange);
-  store_narrow(slot + SLOTS * 8, words.y, exchange);
-  store_narrow(slot + SLOTS * 16, words.z, exchange);
+// A pack of an exchange of a block.
+__device__ __forceinline__ void push(const Peer& peer, unsigned exchange, Words words, int block,
+                                     int slot) {
+  char* to = slot_of(peer.out, exchange, peer.is_narrow, block, slot);
+  if (!peer.is_narrow) return store_wide(to, words, exchange);
+  store_narrow(to, words.x, exchange);
+  store_narrow(to + SLOTS * 8, words.y, exchange);
+  store_narrow(to + SLOTS * 16, words.z, exchange);
 }
 
 // What the peer has pushed; after a failure anything.
-__device__ __forceinline__ Words pull(const Peer& peer, int other, unsigned exchange, Wait& wait) {
-  const char* slot = slot_of(peer.in, exchange, peer.is_narrow);
+__device__ __forceinline__ Words pull(const Peer& peer, int other, unsigned exchange, Wait& wait,
+                                      int block, int slot) {
+  const char* from = slot_of(peer.in, exchange, peer.is_narrow, block, slot);
   Words words = {0, 0, 0};
   if (!peer.is_narrow) {
-    while (!load_wide(slot, exchange, &words) && !wait.is_over(other)) {
+    while (!load_wide(from, exchange, &words) && !wait.is_over(other)) {
     }
     return words;
   }
-  while (!load_narrow(slot, exchange, &words.x) && !wait.is_over(other)) {
+  while (!load_narrow(from, exchange, &words.x) && !wait.is_over(other)) {
   }
-  while (!load_narrow(slot + SLOTS * 8, exchange, &words.y) && !wait.is_over(other)) {
+  while (!load_narrow(from + SLOTS * 8, exchange, &words.y) && !wait.is_over(other)) {
   }
-  while (!load_narrow(slot + SLOTS * 16, exchange, &words.z) && !wait.is_over(other)) {
+  while (!load_narrow(from + SLOTS * 16, exchange, &words.z) && !wait.is_over(other)) {
   }
   return words;
+}
+
+// This thread's own pack of its block.
+__device__ __forceinline__ void push(const Peer& peer, unsigned exchange, Words words) {
+  push(peer, exchange, words, blockIdx.x, threadIdx.x);
+}
+__device__ __forceinline__ Words pull(const Peer& peer, int other, unsigned exchange, Wait& wait) {
+  return pull(peer, other, exchange, wait, blockIdx.x, threadIdx.x);
 }
 
 __device__ __forceinline__ float* piece_of(char* room, unsigned exchange) {
   return reinterpret_cast<float*>(room + PIECES_AT + (exchange & 1) * HALF_PIECES) +
          blockIdx.x * PIECE;
+}
+// Of two ranks: the same memory in four parts, so that one exchange may run ahead.
+__device__ __forceinline__ float* twin_of(char* room, unsigned exchange) {
+  return reinterpret_cast<float*>(room + PIECES_AT + (exchange & 3) * (HALF_PIECES / 2)) +
+         blockIdx.x * TWIN;
 }
 __device__ __forceinline__ float* message_of(char* room, unsigned number) {
   return reinterpret_cast<float*>(room + MESSAGES_AT + (number & 1) * HALF_MESSAGES) +

@@ -188,6 +188,46 @@ group_sum_pieces(Group* group, const float* part, float* out, long long count, i
   if (threadIdx.x < MOST_RANKS) group->pieces[threadIdx.x][block] = exchanges[threadIdx.x];
 }
 
+// Of two ranks: either sends the other its whole part. A piece travels while the one before it is
+// added: a rank that has seen the other's flag n knows that n - 2 has been read there, and n + 1 goes
+// to another part of the room than n - 1 and n.
+extern "C" __global__ void __launch_bounds__(512, 2)
+group_sum_twins(Group* group, const float* part, float* out, long long count, int accumulate) {
+  grid_wait();
+  grid_launch();
+  const int other = 1 - group->rank, block = blockIdx.x, i = threadIdx.x;
+  const Peer peer = group->peers[other];
+  unsigned exchange = group->pieces[other][block];
+  const long long step = static_cast<long long>(gridDim.x) * TWIN;
+  Wait wait(group);
+  const auto hand_over = [&](long long begin) {  // its flag comes with the next barrier
+    const Range range(begin, count, TWIN);
+    float4* to = reinterpret_cast<float4*>(twin_of(peer.out, exchange + 1));
+    if (i < range.length) to[i] = value_of(part, range, i);
+    __syncthreads();
+    if (i == 0) store_flag(flag_of(peer.out, PIECE_FLAG), exchange + 1);
+  };
+  const long long first = static_cast<long long>(block) * TWIN;
+  if (first < count) hand_over(first);
+  for (long long begin = first; begin < count; begin += step) {
+    ++exchange;
+    if (i == 0) await(flag_of(peer.in, PIECE_FLAG), exchange, other, wait);
+    __syncthreads();
+    const Range range(begin, count, TWIN);
+    const float4* from = reinterpret_cast<const float4*>(twin_of(peer.in, exchange));
+    if (begin + step < count) hand_over(begin + step);
+    if (i < range.length) {
+      float4* to = reinterpret_cast<float4*>(out + range.first);
+      const float4 value = plus(value_of(part, range, i), load_far(from + i));
+      to[i] = accumulate ? plus(to[i], value) : value;
+    }
+  }
+  if (i == 0) {
+    wait.end();
+    group->pieces[other][block] = exchange;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(512, 2)
 group_send(Group* group, float* x, long long count, int target) {
   grid_wait();

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from voltapile.kernels.cuda import group
 from voltapile.kernels.cuda.compile import CSRC
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance
 from voltapile.kernels.cuda.links import (
     FLAGS_AT,
     MESSAGE,
@@ -25,6 +27,7 @@ from voltapile.kernels.cuda.links import (
     RECORD,
     ROOM,
     SLOTS,
+    TWIN,
     Islands,
     Links,
     Way,
@@ -32,6 +35,7 @@ from voltapile.kernels.cuda.links import (
     islands_of,
     record_of,
 )
+from voltapile.kernels.cuda.rows import NORM_ROWS, rms_norm
 from voltapile.kernels.group import GroupError
 
 from .emulation import EmulatedOps, has_compiler
@@ -47,7 +51,7 @@ def ops(tmp_path_factory: pytest.TempPathFactory) -> EmulatedOps:
     if not has_compiler():
         pytest.skip("there is no g++")
     ops = EmulatedOps(70, Path(tmp_path_factory.mktemp("emulated")), 96 << 10)
-    for instance in group.INSTANCES:
+    for instance in [*group.INSTANCES, NORM_ROWS]:
         ops.kernel(instance)
     return ops
 
@@ -165,7 +169,9 @@ def test_the_layout_is_that_of_the_kernels() -> None:
     assert f"PACK_BLOCKS = {PACK_BLOCKS}, PIECE_BLOCKS = {PIECE_BLOCKS};" in text
     assert f"SLOTS = {SLOTS};" in text
     assert f"PIECE = {PIECE};" in text
+    assert f"TWIN = {TWIN};" in text
     assert f"MESSAGE = {MESSAGE};" in text
+    assert 2 * TWIN == PIECE
     assert ROOM >= FLAGS_AT + 3 * PIECE_BLOCKS * 4
     counts = 4 * MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS)
     assert RECORD.itemsize == 64 + 8 * MOST_RANKS + 32 * MOST_RANKS + counts
@@ -272,7 +278,8 @@ def test_sums_of_pieces(
             group.all_reduce(ops, links, part, out, False)
             group.all_reduce(ops, links, None if rank else part, out, True)
             found.append(ops.to_host(out))
-        assert {each[0].function for each in ops.launched} == {"group_sum_pieces"}
+        kind = "group_sum_twins" if ranks == 2 else "group_sum_pieces"
+        assert {each[0].function for each in ops.launched} == {kind}
         return found
 
     expected = []
@@ -280,6 +287,106 @@ def test_sums_of_pieces(
         parts = parts_of(seed, ranks, *shape)
         expected.append(total_of(parts, islands) + parts[0])
     check(Stage(ops, islands, start=-2).run(work), expected)
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 576), (3, 4096), (2, 5120), (9, 516)])
+def test_a_sum_with_its_norm_has_the_bits_of_both(ops: EmulatedOps, rows: int, n: int) -> None:
+    shape, weight = (rows, n), parts_of(7, 1, n)[0]
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        found = []
+        for round in range(3):
+            part = ops.array(parts_of(round, 3, *shape)[rank])
+            x, vector = ops.array(parts_of(50, 1, *shape)[0]), vector_of(ops, weight)
+            if round == 1:
+                group.all_reduce(ops, links, part, x, True)
+                out = rms_norm(ops, x, vector, 1e-6)
+            else:
+                out = ops.scratch(shape)
+                assert group.can_norm(links, shape)
+                group.all_reduce_norm(ops, links, part, x, vector, 1e-6, out)
+            found += [ops.to_host(x), ops.to_host(out)]
+        return found
+
+    expected = []
+    for round in range(3):
+        x = parts_of(50, 1, *shape)[0] + total_of(parts_of(round, 3, *shape), one_island(3))
+        expected += [x, ops.to_host(rms_norm(ops, ops.array(x), vector_of(ops, weight), 1e-6))]
+    check(Stage(ops, one_island(3), frozenset({(0, 2)})).run(work), expected)
+
+
+def vector_of(ops: EmulatedOps, values: np.ndarray) -> CudaWeight:
+    return ops.weight(values.view(np.uint8), "F32", values.shape)
+
+
+class Alone(group.CudaCollectives):
+    """Writes down what is launched; arrays are numbers."""
+
+    multiprocessors, arch = 4, 70
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        report = np.zeros(2, np.uint32)
+        self._links = Links(1, 0, 3, Islands(((0, 1, 2),)), report)
+        self._links.norms = True
+        self.end = 1 << 20
+
+    def _launcher(self) -> Any:
+        return self
+
+    def kernel(self, instance: Instance) -> Callable[..., None]:
+        self._catch_up()
+        return lambda grid, block, args, shared=0: self.launched.append(instance.function)
+
+    def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
+        array = DeviceArray(self.end, shape, dtype)
+        self.end += array.nbytes
+        return array
+
+    def constant(self, values: np.ndarray) -> DeviceArray:
+        return self.scratch(values.shape, values.dtype)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        end = self.end
+        yield
+        self.end = end
+
+
+def test_a_sum_waits_for_the_norm_after_it() -> None:
+    ops, shape = Alone(), (2, 4096)
+    x, part, other = (ops.scratch(shape) for _ in range(3))
+    weight = CudaWeight((4096,), 16384, "F32", 1, 16384)
+    ops.all_reduce(part, shape, x)
+    assert ops.launched == []
+    assert ops._norm_late(other, weight, 1e-6) is None  # of something else
+    normed = ops._norm_late(x, weight, 1e-6)
+    assert normed is not None
+    assert normed.shape == shape
+    assert ops.launched == ["group_sum_norm"]
+    assert ops._norm_late(x, weight, 1e-6) is None  # once
+    ops.all_reduce(None, shape, x)
+    ops.all_gather(other, 2, [4096] * 3)
+    assert ops.launched[1:] == ["group_sum", "group_gather"]
+    ops.all_reduce(part, shape, x)
+    ops.end = part.ptr - 8  # so that the norm's rows would lie over other rows' parts
+    assert ops._norm_late(x, weight, 1e-6) is None
+    ops._catch_up()
+    ops._catch_up()
+    assert ops.launched[3:] == ["group_sum"]
+    ops.all_reduce(part, shape)  # into an array of its own: at once
+    assert ops.launched[4:] == ["group_sum"]
+    assert ops._links is not None
+    ops._links.norms = False
+    ops.all_reduce(part, shape, x)
+    assert ops.launched[5:] == ["group_sum"]
+
+
+@pytest.mark.parametrize("shape", [(2, 4098), (1, 16384), (2, 512), (40, 8192)])
+def test_some_sums_are_normed_alone(shape: tuple[int, int]) -> None:
+    links = Links(1, 0, 2, Islands(((0, 1),)), np.zeros(2, np.uint32))
+    assert not group.can_norm(links, shape)
+    assert group.can_norm(links, (8, 4096))
 
 
 # --- the others -----------------------------------------------------------------------------

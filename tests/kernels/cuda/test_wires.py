@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import logging
@@ -19,7 +20,9 @@ from uuid import uuid4
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import group as launchers
+from voltapile.kernels.cuda import proof
 from voltapile.kernels.cuda.links import ROOM, Links
+from voltapile.kernels.cuda.rows import NORM_ROWS
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
 from voltapile.workers.group import meet
@@ -79,6 +82,16 @@ class HostDevice:
     def register(self, address: int, nbytes: int) -> int:
         return address
 
+    def unregister(self, address: int) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[list[Any]]:
+        yield [None]  # what is called inside runs at once
+
+    def replay(self, graph: Any) -> None:
+        pass
+
     def event(self) -> float:
         return time.perf_counter()
 
@@ -97,7 +110,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedOps:
     if not has_compiler():
         pytest.skip("there is no g++")
     ops = EmulatedOps(70, Path(tmp_path_factory.mktemp("emulated")), 96 << 10)
-    for instance in launchers.INSTANCES:
+    for instance in [*launchers.INSTANCES, NORM_ROWS]:
         ops.kernel(instance)
     return ops
 
@@ -112,6 +125,7 @@ def opened(
     """opened(...) -> of each rank (islands, narrow peers, warnings, whether sums are right), or
     what it raised."""
     monkeypatch.setattr(wires.proof, "REPEATS", 1)
+    monkeypatch.setattr(wires.proof, "NORM_CALLS", 2)
     name = f"test-{uuid4().hex[:12]}"
     board = Board.create(name, RANKS)
     shared = mmap.mmap(-1, RANKS * RANKS * ROOM)
@@ -243,3 +257,23 @@ def opened_with_lost_mail(opened: Opened, wires: Any, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(wires, "_mailboxes", elsewhere)
     return opened(islands=[0, 1, 0, 1])
+
+
+def test_nodes_with_cpus_and_memory(tmp_path: Path) -> None:
+    assert proof.cpu_nodes(tmp_path) == [0]
+    (tmp_path / "has_cpu").write_text("0,8\n")
+    (tmp_path / "has_memory").write_text("0,8,252-255\n")
+    assert proof.cpu_nodes(tmp_path) == [0, 8]
+
+
+def test_every_node_is_read(emulated: EmulatedOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "cpu_nodes", lambda: [0])
+    ops: Any = emulated
+    ops.device = HostDevice(np.zeros(0, np.uint8), 0, set(), set())
+    group: Any = SimpleNamespace(
+        name=f"test-{uuid4().hex[:12]}", rank=0, ranks=1, exchange=lambda data: [data]
+    )
+    assert proof.nodes(ops, group)[0] > 0
+    assert not list(Path("/dev/shm").glob(f"*{group.name}*"))
+    monkeypatch.setattr(proof, "NODE_BYTES", 1 << 60)
+    assert proof.nodes(ops, group) == {}  # no room is no reason to end

@@ -1,0 +1,126 @@
+// The sum that ends a part of a layer, and the norm that begins the next one: a block for each row
+// gathers its row's packs, keeps the row in shared memory, and norms it there. The norm adds up in
+// the order of norm.cu, with as many threads, so that both give the same bits.
+#include "block.cuh"
+#include "grid.cuh"
+#include "group.cuh"
+
+extern __shared__ __align__(16) unsigned char shared[];
+
+namespace voltapile {
+
+constexpr int HELD = 4;   // float4 that a thread norms
+constexpr int PACKS = 3;  // that it sums
+
+__device__ __forceinline__ float4 zeros() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+
+__device__ __forceinline__ void keep(float* row, int at, int n, Sum values) {
+  if (at < n) row[at] = values.x;
+  if (at + 1 < n) row[at + 1] = values.y;
+  if (at + 2 < n) row[at + 2] = values.z;
+}
+
+// Sends this rank's part of a row to all others, and leaves it in shared memory.
+__device__ __forceinline__ void push_row(Group* group, const unsigned* part, float* row, int n,
+                                         int first, int rank, int ranks) {
+  const int packs = (n + 2) / 3;
+  Words own[PACKS];
+#pragma unroll
+  for (int k = 0; k < PACKS; ++k) own[k] = words_at(part, 3 * (k * blockDim.x + threadIdx.x), n);
+#pragma unroll 1
+  for (int r = 0; r < ranks; ++r) {
+    if (r == rank) continue;
+    const Peer& peer = group->peers[r];
+#pragma unroll
+    for (int k = 0; k < PACKS; ++k) {
+      const int i = k * blockDim.x + threadIdx.x, block = first + i / SLOTS;
+      if (i < packs) push(peer, group->packs[r][block] + 1, own[k], block, i % SLOTS);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < PACKS; ++k) {
+    Sum values;
+    values.start(own[k]);
+    keep(row, 3 * (k * blockDim.x + threadIdx.x), n, values);
+  }
+}
+
+// x (a row of n) += the sum of the parts; the row is left in shared memory. A row has `units` of the
+// blocks that packs are counted by. What is far away is asked for at once.
+__device__ void sum_row(Group* group, const unsigned* part, float* x, float* row, int n, int units,
+                        int rank, int ranks) {
+  const int packs = (n + 2) / 3, first = blockIdx.x * units;
+  push_row(group, part, row, n, first, rank, ranks);
+  Words old[PACKS];
+  Sum sum[PACKS];
+#pragma unroll
+  for (int k = 0; k < PACKS; ++k)
+    old[k] = words_at(reinterpret_cast<const unsigned*>(x), 3 * (k * blockDim.x + threadIdx.x), n);
+  Wait wait(group);
+#pragma unroll 1
+  for (int r = 0; r < ranks; ++r) {
+#pragma unroll
+    for (int k = 0; k < PACKS; ++k) {
+      const int i = k * blockDim.x + threadIdx.x, block = first + i / SLOTS;
+      if (i >= packs) continue;
+      const Words words = r == rank
+          ? words_at(reinterpret_cast<const unsigned*>(row), 3 * i, n)
+          : pull(group->peers[r], r, group->packs[r][block] + 1, wait, block, i % SLOTS);
+      if (r == 0) sum[k].start(words);
+      else sum[k].add(words);
+    }
+  }
+  wait.end();
+#pragma unroll
+  for (int k = 0; k < PACKS; ++k) {
+    const int at = 3 * (k * blockDim.x + threadIdx.x);
+    Sum all;
+    all.start(old[k]);
+    all.add(sum[k].words());
+    keep(row, at, n, all);
+    keep(x, at, n, all);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < units * ranks; i += blockDim.x) {
+    if (i % ranks != rank) group->packs[i % ranks][first + i / ranks] += 1;
+  }
+}
+
+}  // namespace voltapile
+
+using namespace voltapile;
+
+// grid: (rows). n is a multiple of 4, no more than 3 PACKS times the threads; shared: 4 n bytes.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,
+               float eps, int units, int rank, int ranks) {
+  __shared__ float scratch[32];
+  float* row = reinterpret_cast<float*>(shared);
+  const float4* w4 = reinterpret_cast<const float4*>(weight);
+  const int count = n / 4;
+  grid_launch();
+  grid_wait();
+  const long long begin = static_cast<long long>(blockIdx.x) * n;
+  const unsigned* mine = reinterpret_cast<const unsigned*>(part);
+  sum_row(group, mine ? mine + begin : mine, x + begin, row, n, units, rank, ranks);
+  const float4* row4 = reinterpret_cast<const float4*>(row);
+  float4* out4 = reinterpret_cast<float4*>(out + begin);
+  float4 v[HELD], w[HELD];
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    v[i] = at < count ? row4[at] : zeros();
+    w[i] = at < count ? w4[at] : zeros();
+    sum += (v[i].x * v[i].x + v[i].y * v[i].y) + (v[i].z * v[i].z + v[i].w * v[i].w);
+  }
+  sum = block_join(sum, scratch, Add());
+  const float norm = 1.0f / sqrtf(sum / n + eps);
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    const int at = i * blockDim.x + threadIdx.x;
+    if (at >= count) break;
+    out4[at] = make_float4(v[i].x * norm * w[i].x, v[i].y * norm * w[i].y,
+                           v[i].z * norm * w[i].z, v[i].w * norm * w[i].w);
+  }
+}
