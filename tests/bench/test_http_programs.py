@@ -20,7 +20,7 @@ def run(program: str, *options: str) -> str:
 @pytest.mark.slow
 def test_gateway_overhead(mini: Path) -> None:
     model = str(mini / "llama/model-f16.gguf")
-    options = ["-m", model, "--tokens", "20", "--pace", "0", "--repeat", "1", "--json"]
+    options = ["-m", model, "--tokens", "400", "--pace", "1", "--repeat", "1", "--json"]
     rows = json.loads(run("gateway_overhead.py", *options))
     assert [row["streams"] for row in rows] == [1, 8, 32]
     assert all(row["cpu_us_per_token"] > 0 and row["tok_s"] > 0 for row in rows)
