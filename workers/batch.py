@@ -25,6 +25,7 @@ class BatchBuffer:
         self.ops, self.max_tokens, self.pages, self.history = ops, max_tokens, pages, history
         self.device = ops.zeros(((FIELDS + 1) * max_tokens,), np.int32)
         self.host = np.zeros((FIELDS + 1) * max_tokens, np.int32)
+        self._held: tuple[tuple[int, ...], Batch] | None = None  # what lies there, if it may stay
 
     def views(self, tokens: int, outputs: int, generated: int = 0) -> Batch:
         """The Batch of a step of that size, as the device sees it."""
@@ -43,7 +44,18 @@ class BatchBuffer:
         )
 
     def fill(self, rows: Sequence[Row], padding: int = 0, padding_slot: int = 0) -> Batch:
-        """Upload `rows`, then `padding` rows that continue the padding slot."""
+        """Upload `rows`, then `padding` rows that continue the padding slot.
+
+        Of rows that all continue, `begin` writes whatever changes from step to step: the same ones
+        again are there already."""
+        key = _key(rows, padding, padding_slot)
+        if self._held is not None and key == self._held[0]:
+            return self._held[1]
+        batch = self._fill(rows, padding, padding_slot)
+        self._held = (key, batch) if key else None
+        return batch
+
+    def _fill(self, rows: Sequence[Row], padding: int, padding_slot: int) -> Batch:
         counts = [max(1, len(row.tokens)) for row in rows]
         size = sum(counts) + padding
         fields = self._fields(size)
@@ -66,6 +78,7 @@ class BatchBuffer:
 
     def fill_all_outputs(self, slot: int, tokens: np.ndarray, start: int) -> Batch:
         """Upload one row with an output after each of its tokens (prompt probabilities)."""
+        self._held = None
         size = len(tokens)
         _write(self._fields(size), Row(slot=slot, start=start, tokens=tokens))
         self.host[FIELDS * size : (FIELDS + 1) * size] = np.arange(size)
@@ -77,6 +90,13 @@ class BatchBuffer:
         """The host's array of a step of that size, one row for each field."""
         assert tokens <= self.max_tokens, f"{tokens} tokens in a step, {self.max_tokens} planned"
         return self.host[: FIELDS * tokens].reshape(FIELDS, tokens)
+
+
+def _key(rows: Sequence[Row], padding: int, padding_slot: int) -> tuple[int, ...]:
+    """Tells steps apart in which all rows continue and sample; () for any other."""
+    if any(len(row.tokens) or not row.sample or row.rope_positions is not None for row in rows):
+        return ()
+    return padding, padding_slot, *(row.slot for row in rows)
 
 
 def _write(fields: np.ndarray, row: Row) -> None:

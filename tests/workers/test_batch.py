@@ -54,3 +54,41 @@ def test_rope_positions_apart_from_the_cache(buffer: BatchBuffer) -> None:
 def test_more_than_planned_is_our_mistake(buffer: BatchBuffer) -> None:
     with pytest.raises(AssertionError, match="13 tokens in a step, 12 planned"):
         buffer.fill([Row(slot=0, tokens=np.zeros(13, np.int32))])
+
+
+def test_rows_that_go_on_are_sent_once(
+    buffer: BatchBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `begin` has written stays; anything else in between is sent, and then they are again."""
+    sent: list[int] = []
+    upload = buffer.ops.upload
+    monkeypatch.setattr(
+        buffer.ops,
+        "upload",
+        lambda target, values: (sent.append(values.size), upload(target, values)),
+    )
+    going = [Row(slot=1, start=7), Row(slot=3, start=9)]
+    first = buffer.fill(going)
+    first.tokens[:], first.positions[:] = 5, 6
+    assert buffer.fill(going) is first
+    assert buffer.fill([Row(slot=1, start=8), Row(slot=3, start=10)]) is first
+    assert first.tokens.tolist() == [5, 5]
+    assert len(sent) == 1
+    others: list[list[Row]] = [
+        [Row(slot=3), Row(slot=1)],
+        [Row(slot=1)],
+        [Row(slot=1), Row(slot=3, sample=False)],
+        [Row(slot=1), Row(slot=3, tokens=np.array([2], np.int32))],
+    ]
+    for count, rows in enumerate(others, 1):
+        buffer.fill(rows)
+        again = buffer.fill(going)
+        assert again.slots.tolist() == [1, 3]
+        assert again.continues.tolist() == [1, 1]
+        assert again.outputs.tolist() == [0, 1]
+        assert len(sent) == 1 + 2 * count
+    buffer.fill(going, 1, 4)
+    buffer.fill(going, 1, 4)
+    buffer.fill_all_outputs(0, np.zeros(3, np.int32), 0)
+    assert buffer.fill(going, 1, 4).slots.tolist() == [1, 3, 4]
+    assert len(sent) == 12
