@@ -14,6 +14,7 @@ import sys
 COMMANDS = {
     "serve": "gateway, worker and HTTP API at once",
     "plan": "what would run where, and every byte it takes, before loading",
+    "probe": "what this computer has, as the JSON that --machine takes",
     "worker": "one worker process alone",
     "gateway": "the HTTP gateway alone; workers are started separately",
     "chat": "talk to a running server from the terminal",

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake_nvml import Fake, FakeNvml
 from voltapile.topology.machine import (
     Machine,
     MachineError,
     islands,
     load,
-    parse_cpus,
     probe,
     save,
 )
@@ -33,7 +33,7 @@ def two_sockets(tmp_path: Path) -> Path:
     """2 nodes x 2 cores x 2 threads, a third node of memory alone."""
     node, cpu = "sys/devices/system/node/node", "sys/devices/system/cpu/cpu"
     files = {
-        "proc/meminfo": "MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable:  800 kB\n",
+        "proc/meminfo": "MemTotal:  10000 kB\nMemFree: 100 kB\nMemAvailable:  1700 kB\n",
         "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nflags\t: a b\n",
         f"{node}0/cpulist": "0-1,4-5\n",
         f"{node}0/meminfo": "Node 0 MemTotal: 600 kB\nNode 0 MemFree: 50 kB\n"
@@ -41,7 +41,11 @@ def two_sockets(tmp_path: Path) -> Path:
         f"{node}1/cpulist": "2-3,6-7\n",
         f"{node}1/meminfo": "Node 1 MemTotal: 400 kB\nNode 1 MemFree: 50 kB\n",
         f"{node}255/cpulist": "\n",
-        f"{node}255/meminfo": "Node 255 MemTotal: 9000 kB\n",
+        f"{node}255/meminfo": "Node 255 MemTotal: 9000 kB\nNode 255 MemFree: 900 kB\n",
+        f"{node}0/distance": "10 40 80\n",
+        f"{node}1/distance": "40 10 80\n",
+        f"{node}255/distance": "80 60 10\n",
+        "proc/driver/nvidia/gpus/0004:04:00.0/numa_status": "Node: 255\nStatus: online\n",
     }
     for number in range(8):
         siblings = f"{number % 4},{number % 4 + 4}\n"
@@ -60,6 +64,32 @@ def test_nodes_cores_and_memory(two_sockets: Path) -> None:
     assert (second.cpus, second.cores) == ([2, 3, 6, 7], 2)
     assert (first.memory_bytes, first.free_bytes) == (600 << 10, 500 << 10)
     assert machine.cpu_limit == 0
+
+
+def test_memory_of_gpus_is_told_and_not_counted(two_sockets: Path) -> None:
+    machine = probe(two_sockets, allowed=range(8))
+    (node,) = machine.memory_nodes
+    assert (node.id, node.is_gpu) == (255, True)
+    assert (node.memory_bytes, node.free_bytes) == (9000 << 10, 900 << 10)
+
+
+def test_a_node_with_cpus_and_no_memory(two_sockets: Path, tmp_path: Path) -> None:
+    folder = "sys/devices/system/node/node1"
+    write(two_sockets, {f"{folder}/meminfo": "Node 1 MemTotal: 0 kB\nNode 1 MemFree: 0 kB\n"})
+    machine = probe(two_sockets, allowed=range(8))
+    assert [node.memory_bytes for node in machine.nodes] == [600 << 10, 0]
+    save(machine, tmp_path / "m.json")
+    assert load(tmp_path / "m.json") == machine
+
+
+@pytest.mark.parametrize(("told", "node"), [("1", 1), ("255", 1), ("-1", -1), (None, -1)])
+def test_a_gpu_is_at_home_where_cpus_are(
+    two_sockets: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, node: int
+) -> None:
+    if told is not None:
+        write(two_sockets, {"sys/bus/pci/devices/0000:04:00.0/numa_node": f"{told}\n"})
+    monkeypatch.setattr("ctypes.CDLL", lambda path: FakeNvml([Fake(bus="0000:04:00.0")]))
+    assert [gpu.node for gpu in probe(two_sockets, allowed=range(8)).gpus] == [node]
 
 
 def test_only_allowed_cpus_count(two_sockets: Path) -> None:
@@ -120,11 +150,6 @@ def test_files_that_are_no_machine(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(MachineError, match="expected a machine of version 1"):
         load(tmp_path / "x.json")
-
-
-def test_parse_cpus() -> None:
-    assert parse_cpus("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
-    assert parse_cpus("\n") == []
 
 
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
