@@ -369,6 +369,28 @@ def test_an_abort_ends_all_at_once(three: Ranks) -> None:
     assert time.monotonic() - began < 0.9
 
 
+def test_a_signal_is_handled_while_waiting() -> None:
+    def work(ops: Ops, group: BoardGroup) -> str:
+        def stop(*_: object) -> None:
+            raise InterruptedError("told to stop")
+
+        signal.signal(signal.SIGUSR1, stop)
+        try:
+            if group.rank == 0:
+                ops.all_reduce(np.ones((1, 10), np.float32), (1, 10))
+        except InterruptedError as error:
+            return str(error)
+        return ""
+
+    with Ranks(2, work) as group:
+        group.result(1)
+        time.sleep(0.3)
+        began = time.monotonic()
+        group.kill(0, signal.SIGUSR1)
+        assert group.result(0) == "told to stop"
+        assert time.monotonic() - began < 1.0
+
+
 def test_after_an_error_nothing_runs() -> None:
     def work(ops: Ops, group: BoardGroup) -> list[str]:
         part, errors = np.ones((1, 10), np.float32), []

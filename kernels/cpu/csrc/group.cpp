@@ -138,6 +138,10 @@ bool Group::give_up(std::int64_t began, int other, const char* what) {
   other = missing(other);
   if (args_.heartbeat) args_.heartbeat->store(now, std::memory_order_relaxed);
   if (args_.waits_for) args_.waits_for->store(other, std::memory_order_relaxed);
+  if (args_.is_interrupted && args_.is_interrupted()) {
+    failure_ = "interrupted";
+    return true;
+  }
   const bool is_aborted = args_.abort && args_.abort->load(std::memory_order_relaxed) != 0;
   if (!is_aborted && seconds < args_.seconds) return false;
   char text[200];

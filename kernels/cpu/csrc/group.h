@@ -10,6 +10,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,6 +33,7 @@ struct GroupArgs {
   std::atomic<std::int32_t>* waits_for;     // the rank that this one waits for, or -1; may be null
   std::atomic<std::int64_t>* heartbeat;     // CLOCK_MONOTONIC ns, written while waiting; may be null
   bool crowded;                             // more threads than CPUs: do not spin
+  std::function<bool()> is_interrupted;     // asked while waiting: whether to give up; may be empty
 };
 
 class Group {

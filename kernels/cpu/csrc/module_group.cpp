@@ -10,6 +10,13 @@ using namespace nanobind::literals;
 namespace voltapile {
 namespace {
 
+// Python's handlers of signals run between two looks, so that whoever waits can be told to end. True
+// if one has raised; the exception stays set.
+bool handle_signals() {
+  nb::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
 GroupArgs group_args(const BytesOut& memory, int rank, int ranks, std::int64_t room, double seconds,
                      std::uintptr_t abort, std::uintptr_t waits_for, std::uintptr_t heartbeat,
                      bool crowded) {
@@ -19,7 +26,7 @@ GroupArgs group_args(const BytesOut& memory, int rank, int ranks, std::int64_t r
   return {memory.data(), rank, ranks, room, seconds,
           reinterpret_cast<const std::atomic<std::uint32_t>*>(abort),
           reinterpret_cast<std::atomic<std::int32_t>*>(waits_for),
-          reinterpret_cast<std::atomic<std::int64_t>*>(heartbeat), crowded};
+          reinterpret_cast<std::atomic<std::int64_t>*>(heartbeat), crowded, handle_signals};
 }
 
 const float* data_or_null(const std::optional<Floats>& x) { return x ? x->data() : nullptr; }

@@ -88,6 +88,7 @@ class Engine {
       nb::gil_scoped_release release;
       done = pool_.run(commands, count);
     }
+    if (PyErr_Occurred()) throw nb::python_error();  // of a signal's handler, during a wait
     if (group_ && group_->failed()) throw_group_error(group_->failure());
     if (!done) throw std::runtime_error("aborted");
   }
