@@ -1,13 +1,15 @@
 """Segment: a named piece of shared host memory; NUMA placement and huge pages on request.
 
 A file in /dev/shm that only its user can open. The creator holds a lock on it while it lives, so
-that whatever is left of a killed one is recognised and removed by the next create. Knows nothing
-of what lies inside.
+that whatever is left of a killed one is recognised and removed by the next create. Who must not
+meet an earlier run's memory has a number of this run in its name, as groups do. Knows nothing of
+what lies inside.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import mmap
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from voltapile.shm import huge as huge_pages
 from voltapile.shm import numa
 
 log = logging.getLogger(__name__)
@@ -47,8 +50,9 @@ class Segment:
     def create(
         cls, plan_id: str, name: str, nbytes: int, *, nodes: Sequence[int] = (), huge: bool = False
     ) -> Segment:
-        """Zeroed memory. nodes: bind to one CPU node or interleave over several. huge: ask for
-        huge pages. Raises SegmentError, also when memory is short."""
+        """Zeroed memory. nodes: bind to one CPU node or interleave over several; where that is
+        refused, their CPUs touch it first. huge: ask for huge pages. Raises SegmentError, also when
+        memory is short."""
         assert nbytes > 0
         remove_stale()
         path = _path(plan_id, name)
@@ -63,12 +67,11 @@ class Segment:
                 numa.place(segment.address, size, nodes)
             if huge:
                 _advise_huge(mapped, path)
-            # Taken now, since touching what tmpfs cannot give later would kill the process.
-            os.posix_fallocate(descriptor, 0, size)
+            _take(descriptor, size, nodes)
         except OSError as error:
             path.unlink(missing_ok=True)
             os.close(descriptor)
-            raise SegmentError(f"{path}: {size} bytes of shared memory: {error.strerror}") from None
+            raise SegmentError(f"{path}: {size} bytes of shared memory: {_told(error)}") from None
         return segment
 
     @classmethod
@@ -167,8 +170,41 @@ def _create_locked(path: Path) -> int:
         os.close(descriptor)  # a remove_stale came between open and lock
 
 
+def _take(descriptor: int, size: int, nodes: Sequence[int]) -> None:
+    """Have the pages now, since touching later what tmpfs cannot give would kill the process."""
+    if len(nodes) == 0:
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    for place, node in enumerate(nodes):
+
+        def touch(place: int = place) -> None:
+            for start in range(place * HUGE_PAGE, size, len(nodes) * HUGE_PAGE):
+                os.posix_fallocate(descriptor, start, min(HUGE_PAGE, size - start))
+
+        numa.on_node(node, touch)
+
+
+def _told(error: OSError) -> str:
+    """What is missing, and what would help."""
+    text = error.strerror or str(error)
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        return text
+    try:
+        there = os.statvfs(FOLDER)
+    except OSError:
+        return text
+    free, total = there.f_bavail * there.f_frsize, there.f_blocks * there.f_frsize
+    return (
+        f"{text}: {free >> 20} of {total >> 20} MiB of {FOLDER} are free; "
+        f"mount -o remount,size=... {FOLDER}, or --shm-size for a container"
+    )
+
+
 def _advise_huge(mapped: mmap.mmap, path: Path) -> None:
+    fault = huge_pages.shared_fault()
     try:
         mapped.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:
-        log.info("%s: no huge pages: %s", path, error.strerror)
+        fault = fault or str(error.strerror)
+    if fault:
+        log.info("%s: no huge pages: %s", path, fault)

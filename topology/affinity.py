@@ -1,7 +1,8 @@
-"""Choose CPUs for threads, pin this process to them, and prefer the memory of a CPU node.
+"""Choose CPUs for threads, pin this process to their node, and keep its memory there.
 
-Memory is preferred, not bound: a model larger than one node must still load. Works through
-libnuma where it is installed; without it only CPUs are pinned, and one log line says so.
+Memory is preferred, not bound to one node: a model larger than it must still load. But nothing may
+lie on nodes without CPUs, which are the memory of GPUs. Works through libnuma where it is
+installed; without it only CPUs are pinned, and one log line says so.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ log = logging.getLogger(__name__)
 
 
 def pin(cpus: Sequence[int], node: int = -1) -> bool:
-    """Keep all later threads of this process on `cpus` and its memory near `node` (-1: anywhere).
+    """Keep all later threads of this process near `cpus` and `node` (-1: just the CPUs), and its
+    memory near the node.
 
-    Returns False where the system refused the CPUs; the process then runs wherever it may.
+    Threads that compute pin themselves to one of `cpus` each. The others, which only help, may run
+    on all CPUs of the node that this process had: where they inherited a single one, they would
+    wait for the one that computes there. Returns False where the system refused; the process then
+    runs wherever it may.
     """
-    pinned = True
+    before, pinned = os.sched_getaffinity(0), True
     if cpus:
+        wide = set(cpus) | (numa.cpus_of(node) & before if node >= 0 else set())
         try:
-            os.sched_setaffinity(0, cpus)
+            os.sched_setaffinity(0, wide)
         except OSError as error:
-            log.warning("cannot pin to CPUs %s: %s", list(cpus), error.strerror)
+            log.warning("cannot pin to CPUs %s: %s", sorted(wide), error.strerror)
             pinned = False
     if node >= 0:
-        numa.prefer(node)
+        numa.keep_near(node)
     return pinned
 
 

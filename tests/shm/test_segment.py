@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import secrets
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,6 +88,63 @@ def test_huge_pages_and_placement_are_only_wishes(plan_id: str) -> None:
     with Segment.create(plan_id, "x", 100, nodes=[0], huge=True) as segment:
         assert segment.nbytes == HUGE_PAGE
         segment.array(np.uint8, (segment.nbytes,))[-1] = 1
+
+
+def test_memory_is_touched_first_by_the_cpus_of_its_nodes(
+    plan_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where placing is refused, as in a container; the last piece may be smaller."""
+    touched: list[tuple[int, int, int]] = []
+    node = -1
+
+    def on_node(number: int, call: Callable[[], None]) -> None:
+        nonlocal node
+        node = number
+        call()
+
+    monkeypatch.setattr(module.numa, "place", lambda *args: False)
+    monkeypatch.setattr(module.numa, "on_node", on_node)
+    allocate = os.posix_fallocate
+
+    def take(descriptor: int, start: int, length: int) -> None:
+        touched.append((node, start // HUGE_PAGE, length))
+        allocate(descriptor, start, length)
+
+    monkeypatch.setattr(module.os, "posix_fallocate", take)
+    with Segment.create(plan_id, "x", 2 * HUGE_PAGE + 5, nodes=[0, 8]) as segment:
+        assert segment.nbytes == 2 * HUGE_PAGE + 5
+    assert touched == [(0, 0, HUGE_PAGE), (0, 2, 5), (8, 1, HUGE_PAGE)]
+
+
+def test_a_small_dev_shm_is_told_with_numbers(
+    plan_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.os, "posix_fallocate", full)
+    monkeypatch.setattr(
+        module.os,
+        "statvfs",
+        lambda path: SimpleNamespace(f_bavail=10, f_blocks=64, f_frsize=1 << 20),
+    )
+    with pytest.raises(SegmentError) as caught:
+        Segment.create(plan_id, "x", 80 << 20)
+    assert str(caught.value).endswith(
+        "83886080 bytes of shared memory: No space left on device: 10 of 64 MiB of /dev/shm are "
+        "free; mount -o remount,size=... /dev/shm, or --shm-size for a container"
+    )
+
+
+def test_huge_pages_that_are_not_there_are_one_line(
+    plan_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module.huge_pages, "shared_fault", lambda: "no, since")
+    with caplog.at_level(logging.INFO), Segment.create(plan_id, "x", 5, huge=True):
+        pass
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "no huge pages: no, since"
+    ]
 
 
 def test_what_a_killed_process_left_is_removed(plan_id: str) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from voltapile.shm import numa
 from voltapile.topology.affinity import pin
 
 
@@ -17,24 +18,28 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("node", [-1, 0])
-def test_pins_this_process(node: int) -> None:
+CODE = (
+    "import os; from voltapile.topology.affinity import pin; "
+    "print(pin([{cpu}], {node}), sorted(os.sched_getaffinity(0)))"
+)
+
+
+def test_pins_this_process() -> None:
     cpu = max(os.sched_getaffinity(0))
-    code = (
-        "import os; from voltapile.topology.affinity import pin; "
-        f"print(pin([{cpu}], {node}), os.sched_getaffinity(0))"
-    )
-    assert run(code) == f"True {{{cpu}}}"
+    assert run(CODE.format(cpu=cpu, node=-1)) == f"True [{cpu}]"
+
+
+def test_helpers_do_not_inherit_a_single_core() -> None:
+    """All CPUs of the node stay open to threads that do not compute."""
+    cpu, here = max(os.sched_getaffinity(0)), os.sched_getaffinity(0)
+    own = sorted((numa.cpus_of(0) & here) | {cpu})
+    assert run(CODE.format(cpu=cpu, node=0)) == f"True {own}"
 
 
 def test_without_libnuma_cpus_are_still_pinned() -> None:
     cpu = max(os.sched_getaffinity(0))
-    code = (
-        "import os, sys; sys.modules['numa'] = None; "
-        "from voltapile.topology.affinity import pin; "
-        f"print(pin([{cpu}], 0), os.sched_getaffinity(0))"
-    )
-    assert run(code) == f"True {{{cpu}}}"
+    code = "import sys; sys.modules['numa'] = None; " + CODE.format(cpu=cpu, node=100)
+    assert run(code) == f"True [{cpu}]"
 
 
 def test_cpus_that_do_not_exist(caplog: pytest.LogCaptureFixture) -> None:
