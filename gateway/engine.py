@@ -124,7 +124,7 @@ class Engine:
         if is_taken(self.plan.endpoint):
             raise OSError(f"another gateway listens at {self.plan.endpoint}")
         self._wire = Wire(self.plan.endpoint, self._receive)
-        await self._wire.open()
+        self._wire.open()
         self._tasks = [asyncio.create_task(self._watch())]
         if self._supervisor is not None:
             self._tasks.append(asyncio.create_task(self._keep_alive(self._supervisor)))
@@ -142,7 +142,7 @@ class Engine:
         self._send(Stop(reason="the gateway ends"))
         if self._supervisor is not None:
             await self._supervisor.stop()
-        await self._wire.close()
+        self._wire.close()
 
     # --- what the HTTP layer calls --------------------------------------------------------
 

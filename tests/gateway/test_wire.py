@@ -4,7 +4,7 @@ import socket
 
 import pytest
 import zmq
-from voltapile.gateway.wire import GREETING, Wire
+from voltapile.gateway.wire import Wire
 
 
 class Peer:
@@ -34,11 +34,11 @@ async def pair(endpoint):
     """(wire, peer, what the wire took)."""
     taken = asyncio.Queue()
     wire = Wire(endpoint, lambda name, frames: taken.put_nowait((name, frames)))
-    await wire.open()
+    wire.open()
     peer = Peer(endpoint)
     yield wire, peer, taken
     peer.close()
-    await wire.close()
+    wire.close()
 
 
 @pytest.fixture
@@ -98,41 +98,24 @@ async def test_a_new_worker_takes_the_name_of_a_dead_one(pair, endpoint):
 async def test_the_last_word_arrives_before_the_end(endpoint):
     taken = asyncio.Queue()
     wire = Wire(endpoint, lambda name, frames: taken.put_nowait(frames))
-    await wire.open()
+    wire.open()
     peer = Peer(endpoint)
     peer.socket.send(b"hello")
     await take(taken)
     wire.send("a", [bytes(1 << 20)])
     wire.send("a", [b"stop"])
-    await wire.close()
+    wire.close()
     assert [await peer.receive() for _ in range(2)] == [[bytes(1 << 20)], [b"stop"]]
     peer.close()
 
 
-async def test_in_any_pieces(endpoint):
-    """What a DEALER says, byte by byte."""
-    taken = asyncio.Queue()
-    wire = Wire(endpoint, lambda name, frames: taken.put_nowait((name, frames)))
-    await wire.open()
-    _, writer = await asyncio.open_unix_connection(endpoint.removeprefix("ipc://"))
-    ready = b"\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\2w1"
-    said = GREETING + bytes((4, len(ready))) + ready + b"\1\2ab\0\1c" + b"\2" + bytes(7) + b"\1d"
-    for byte in said:
-        writer.write(bytes((byte,)))
-        await asyncio.sleep(0)
-    assert await take(taken) == ("w1", [b"ab", b"c"])
-    assert await take(taken) == ("w1", [b"d"])
-    writer.close()
-    await wire.close()
-
-
-@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", GREETING + b"\2" + b"\xff" * 8])
-async def test_who_is_no_worker_is_shown_the_door(pair, endpoint, junk):
+@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 200])
+async def test_who_is_no_worker_harms_nobody(pair, endpoint, junk):
     _, peer, taken = pair
     reader, writer = await asyncio.open_unix_connection(endpoint.removeprefix("ipc://"))
     writer.write(junk)
-    with contextlib.suppress(ConnectionError):
-        await asyncio.wait_for(reader.read(), 5)
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        await asyncio.wait_for(reader.read(), 0.3)
     writer.close()
     peer.socket.send(b"still here")
     assert await take(taken) == ("a", [b"still here"])
@@ -142,12 +125,12 @@ async def test_over_tcp(free_port):
     endpoint = f"tcp://127.0.0.1:{free_port}"
     taken = asyncio.Queue()
     wire = Wire(endpoint, lambda name, frames: taken.put_nowait(frames))
-    await wire.open()
+    wire.open()
     peer = Peer(endpoint)
     peer.socket.send(b"hello")
     assert await take(taken) == [b"hello"]
     peer.close()
-    await wire.close()
+    wire.close()
 
 
 async def test_a_message_to_nobody_is_dropped(pair):
@@ -158,4 +141,4 @@ async def test_a_message_to_nobody_is_dropped(pair):
 @pytest.mark.parametrize("address", ["ipc://{}/no/such/folder/x", "udp://{}", "tcp://nowhere"])
 async def test_an_address_that_cannot_be(tmp_path, address):
     with pytest.raises(OSError, match="cannot listen"):
-        await Wire(address.format(tmp_path), lambda name, frames: None).open()
+        Wire(address.format(tmp_path), lambda name, frames: None).open()
