@@ -112,8 +112,8 @@ class Engine:
             for done, rows in enumerate(sorted(self.plan.buckets)):
                 progress("capture", done / len(self.plan.buckets))
                 self.graphs[rows] = self._record([], rows)
-            for outputs in range(2):
-                self.chunks[outputs] = self._record([self._chunk(bool(outputs))], 0)
+            if self.plan.ranks[self.rank].device != "cpu":
+                self.record_chunks()
         progress("ready", 1.0)
 
     def memory(self) -> dict[str, tuple[int, int]]:
@@ -224,6 +224,12 @@ class Engine:
             return
         self.ops.reset_scratch()
         self._forward(batch)
+
+    def record_chunks(self) -> None:
+        """Without and with an output. It spares a GPU the wait for many launches; a CPU would gain
+        nothing, and hear no signal while it computes one."""
+        for outputs in range(2):
+            self.chunks[outputs] = self._record([self._chunk(bool(outputs))], 0)
 
     def _record(self, rows: Sequence[Row], padding: int) -> Graph:
         """A step of this shape: what varies is read when it is replayed."""

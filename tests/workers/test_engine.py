@@ -136,8 +136,9 @@ def test_a_recorded_chunk_equals_an_eager_one(mini: Path, engine_for: Make, driv
     options = {"batch_tokens": 64, "context": 256}
     recorded = engine_for(mini / "gemma3/model-f16.gguf", "cpu", **options)
     eager = engine_for(mini / "gemma3/model-f16.gguf", "cpu", **options)
-    eager.chunks = {}
-    used = []
+    assert not eager.chunks
+    recorded.record_chunks()
+    used: list[int] = []
     for outputs, graph in recorded.chunks.items():
         recorded.chunks[outputs] = Counted(graph, used, outputs)
     prompt = PROMPTS[2][:128]
