@@ -4,8 +4,9 @@
 #
 #     bench/device.sh [STAGE ...]     stages: setup build compile elementwise sample matmul attention
 #                                     model serve sanitize gpu_matmul gpu_attention bench streams
-#                                     startup http multi ranks; default: all but sanitize and the
-#                                     last two, which want two GPUs. setup always runs.
+#                                     startup http virtual multi ranks group; default: all but
+#                                     sanitize and from virtual (six ranks on one GPU) on; the last
+#                                     three want two GPUs. setup always runs.
 #
 # A stage that fails is told and the next one runs. Whole logs are in $OUT, where that is set.
 # SELECT is pytest's -k for the test stages, e.g. "native" to leave out the driver's compilation of
@@ -146,6 +147,9 @@ run() {
       stage 500 "$1" bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_$1.py" ;;
     sanitize) for tool in ${TOOLS:-memcheck racecheck}; do sanitize "$tool"; done ;;
     gpu_matmul | gpu_attention) [ -f "bench/$1.py" ] && stage 200 "$1" $python "bench/$1.py" ;;
+    virtual)
+      stage 200 virtual bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_group.py" ;;
+    group) LINES_SHOWN=80 stage 120 group bash -c "$python bench/group.py && $python bench/group.py --islands --only bits,times,replays --replays 2000" ;;
     multi)
       stage 300 multi bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_ranks.py" ;;
     bench | streams | ranks)
