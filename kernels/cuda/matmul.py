@@ -294,7 +294,7 @@ def _wide(
         numbers = columns, tokens, deal.room, epilogue, others, deal.first_other
         ops.kernel(wide.WIDE[pair, int(deal.room > wide.PASS)])(
             (deal.blocks, -(-tokens // deal.room)),
-            32 * wide.WARPS,
+            32 * stream.WARPS,
             (*_matrix_args(products), records[0], records[-1], *map(np.int32, numbers)),
             shared=deal.shared,
         )

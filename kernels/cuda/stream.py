@@ -17,13 +17,9 @@ ARCH = 80  # from which on
 WARPS, ROWS, TOKENS = 8, 16, 8
 PER_MULTIPROCESSOR = 2  # teams of WARPS warps
 RESERVED = 1024  # bytes of shared memory that every block takes beside its own
-# Chunks of a warp that may be on their way at once.
-DEPTHS = {"Q4_K": 2, "Q5_K": 2, "Q6_K": 2, "Q8_0": 2}
+DEPTH = 2  # chunks of a warp that may be on their way at once; more measured no faster
+FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 MIXED = [("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q5_K", "Q6_K"), ("Q4_K", "Q8_0")]
-
-
-def depth_of(pair: tuple[str, str]) -> int:
-    return min(DEPTHS[name] for name in pair)
 
 
 def teams_of(pair: tuple[str, str]) -> int:
@@ -36,14 +32,14 @@ def blocks_of(pair: tuple[str, str]) -> int:
 
 
 def _instance(pair: tuple[str, str]) -> Instance:
-    defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": depth_of(pair)}
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH}
     defines |= {"TEAMS": teams_of(pair), "WARPS": WARPS, "BLOCKS": blocks_of(pair)}
     defines |= {"TILES": 1, "MANY": 0}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_stream.cu", "matmul_stream", named, is_exact=True, waits=True)
 
 
-STREAM = {pair: _instance(pair) for pair in [*((name, name) for name in DEPTHS), *MIXED]}
+STREAM = {pair: _instance(pair) for pair in [*((name, name) for name in FORMATS), *MIXED]}
 INSTANCES = list(STREAM.values())
 
 
@@ -57,16 +53,16 @@ class Deal:
     shared: int
 
 
-def warp_bytes(chunk: Chunk, depth: int) -> int:
+def warp_bytes(chunk: Chunk) -> int:
     """The ring of a warp, and its scales."""
     vectors = (chunk.bytes + (16 - chunk.align if chunk.bytes % 16 else 0) + 15) // 16
-    return _aligned(depth * 16 * 16 * (vectors | 1) + chunk.scale_bytes)
+    return _aligned(DEPTH * 16 * 16 * (vectors | 1) + chunk.scale_bytes)
 
 
-def shared_bytes(chunk: Chunk, depth: int, teams: int, columns: int, room: int, tiles: int) -> int:
+def shared_bytes(chunk: Chunk, teams: int, columns: int, room: int, tiles: int) -> int:
     """tiles: of a unit."""
     chunks = -(-columns // (32 * chunk.groups))
-    each = warp_bytes(chunk, depth) + 2 * tiles * 64 * room
+    each = warp_bytes(chunk) + 2 * tiles * 64 * room
     return _aligned(chunks * chunk.slot_bytes(room)) + teams * WARPS * each
 
 
@@ -85,9 +81,9 @@ def deal(
     fit: then the product is matmul_rows.cu's, with the same bits."""
     if pair not in STREAM or tokens > TOKENS or columns % 256 or min(rows + other_rows) < ROWS:
         return None
-    tiles, depth, teams = 2 if is_glu else 1, depth_of(pair), teams_of(pair)
+    tiles, teams = 2 if is_glu else 1, teams_of(pair)
     parts = {pair[0], pair[1]} if other_rows else {pair[0]}
-    shared = max(shared_bytes(CHUNKS[n], depth, teams, columns, tokens, tiles) for n in parts)
+    shared = max(shared_bytes(CHUNKS[n], teams, columns, tokens, tiles) for n in parts)
     if shared > most_shared:
         return None
     fitting = (most_shared + RESERVED) // (shared + RESERVED)

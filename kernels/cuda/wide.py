@@ -14,7 +14,7 @@ from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.launch import Instance
 
 FROM = 2  # rows
-WARPS, DEPTH, PASS, ROOM = 8, 2, 8, 16
+PASS, ROOM = 8, 16  # tokens of one tile of the tensor core, and of a block
 FORMATS = [name for name, chunk in CHUNKS.items() if chunk.is_block]
 MIXED = [pair for pair in stream.MIXED if set(pair) <= set(FORMATS)]
 
@@ -31,7 +31,7 @@ STAGED = {
 WIDE = {
     (pair, more): _instance(
         "matmul_wide.cu", "matmul_wide", FORMAT=pair[0], OTHER=pair[1],
-        DEPTH=DEPTH, WARPS=WARPS, TILES=1, MANY=2 * more,
+        DEPTH=stream.DEPTH, WARPS=stream.WARPS, TILES=1, MANY=2 * more,
     )
     for pair in [*((name, name) for name in FORMATS), *MIXED]
     for more in (0, 1)
@@ -90,4 +90,4 @@ def deal(
 def _shared_bytes(name: str, room: int, tiles: int) -> int:
     chunk = CHUNKS[name]
     tokens = -(-2 * chunk.token_bytes * room // 128) * 128
-    return WARPS * (stream.warp_bytes(chunk, DEPTH) + tokens + tiles * 64 * room)
+    return stream.WARPS * (stream.warp_bytes(chunk) + tokens + tiles * 64 * room)

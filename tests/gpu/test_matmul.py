@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import matmul
+from voltapile.kernels.cuda import matmul, stream, wide
 from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
 from voltapile.shm.formats import format_of
@@ -101,6 +101,22 @@ def test_a_row_has_the_same_bits_in_any_company(cuda: Any, put: Any, name: str) 
     np.testing.assert_array_equal(mixed[:8], alone[:8])
     again = linear(cuda, put, x, weight, replace(WAYS["library"], generated=8))
     np.testing.assert_array_equal(mixed, again)
+
+
+@pytest.mark.parametrize("name", wide.FORMATS)
+def test_engines_give_the_same_bits(
+    cuda: Any, put: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is streamed, or wide, against matmul_rows.cu, at sizes that fill a card."""
+    for rows, cols in ((4096, 4096), (1040, 12288)):
+        weight, _ = weight_of(cuda, name, rows, cols)
+        for tokens in (1, 2, 8, 17, 64):
+            x = activations(tokens, cols, tokens)
+            got = linear(cuda, put, x, weight, EVERY_ROW_ALONE)
+            with monkeypatch.context() as patch:
+                patch.setattr(stream, "ARCH", 1000)
+                plain = linear(cuda, put, x, weight, EVERY_ROW_ALONE)
+            np.testing.assert_array_equal(got, plain)
 
 
 @pytest.mark.parametrize("pair", sorted(matmul.PAIRS), ids=str)

@@ -271,7 +271,7 @@ struct Block<formats::Q8_0> {
                                                   const BlockTokens<F>& tokens, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
     float sum[PASSES][Tile::VALUES] = {};
-#pragma unroll
+#pragma unroll (IS_ASYNC ? 8 : 1)
     for (int group = 0; group < 8; ++group) {
       Unit a[LANE_UNITS];
 #pragma unroll

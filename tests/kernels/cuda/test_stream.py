@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from voltapile.kernels.cuda import matmul, stream, wide
 
-from ..test_matmul import activation_of, activations, random_raw, values_of
+from ..test_matmul import activations, random_raw, values_of
 from .emulation import EmulatedOps, has_compiler
 from .test_fragments import folder, ops_of, tolerance  # noqa: F401  a fixture
 
@@ -35,14 +35,14 @@ def both(
     return streamed, plain
 
 
-@pytest.mark.parametrize("name", stream.DEPTHS)
+@pytest.mark.parametrize("name", stream.FORMATS)
 def test_bits_are_those_of_rows(
     name: str,
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
-    for rows, columns, tokens in ((150, 2304, 1), (37, 512, 8), (200, 4352, 3)):
+    for rows, columns, tokens in ((150, 768, 1), (37, 512, 8), (20, 4352, 3)):
         raw, x = random_raw(name, rows, columns), activations(tokens, columns)
         weight = ops.weight(raw, name, (rows, columns))
         array = ops.array(x)
@@ -93,7 +93,6 @@ def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         lambda: ops.to_host(matmul.linear(ops, x, gate, vectors[0], add_to=ops.array(start))),
     ):
         np.testing.assert_array_equal(*both(ops, monkeypatch, run))
-    assert activation_of
 
 
 def test_what_does_not_fit_is_left_to_rows() -> None:
