@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda import attention
+from voltapile.kernels.cuda import attention, pages
 from voltapile.kernels.cuda.ops import CudaOps
 from voltapile.kernels.ops import Batch
 
@@ -55,12 +55,12 @@ class Bench:
         """Of one call, and the bytes of keys and values that it must read."""
         width = -(-max(start + n for _, start, n in runs) // 64)
         slots = 1 + max(slot for slot, _, _ in runs)
-        length, block = attention.KV_TYPES[kind]
+        length, block = pages.KV_TYPES[kind]
         each = 2 * KV_HEADS * DIM // length * block  # bytes of a position
         layers = max(2, -(-BYTES_IN_TURN // (slots * width * 64 * each)))
         layers = min(layers, 36)
         caches = [
-            attention.kv_cache(self.ops, slots * width, KV_HEADS, 64, DIM, DIM, kind, kind)
+            pages.kv_cache(self.ops, slots * width, KV_HEADS, 64, DIM, DIM, kind, kind)
             for _ in range(layers)
         ]
         batch = self.batch(runs, width, outputs)
@@ -94,8 +94,8 @@ def main() -> None:
     quick = parser.parse_args().quick
     bench = Bench()
     print("decode            context       us     GB/s  share")
-    contexts = [1 << 10, 32 << 10] if quick else [1 << 10, 8 << 10, 32 << 10, 128 << 10]
-    shapes = [("f16", 1, 1), ("q8_0", 1, 1), ("f16", 8, 1), ("f16", 1, 8)]
+    contexts = [512, 32 << 10] if quick else [512, 8 << 10, 32 << 10, 128 << 10]
+    shapes = [("f16", 1, 1), ("q8_0", 1, 1), ("f16", 8, 1), ("f16", 32, 1), ("f16", 1, 8)]
     for kind, streams, rows in shapes[: 2 if quick else None]:
         for context in contexts:
             if streams * context > 256 << 10:

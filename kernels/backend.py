@@ -71,9 +71,9 @@ def _describe_reference() -> dict[str, Any]:
 
 
 def _describe_cuda() -> dict[str, Any]:
-    from voltapile.kernels.cuda.attention import KV_TYPES
     from voltapile.kernels.cuda.links import ROOM
     from voltapile.kernels.cuda.matmul import FUSED_FROM, LIBRARY_FROM
+    from voltapile.kernels.cuda.pages import KV_TYPES
     from voltapile.kernels.cuda.rows import FORMATS as WITH_HEADER
 
     return {

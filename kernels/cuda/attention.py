@@ -1,4 +1,4 @@
-"""Launchers of paged attention: storing keys and values, attention over them, its page layout.
+"""Launchers of attention over paged keys and values.
 
 Runs of few tokens of a slot (generated rows) always take the kernel that cuts positions into
 pieces, and longer ones the prompt kernel, so that a generated row's bits depend on nothing beside
@@ -12,29 +12,38 @@ from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.pages import (
+    KINDS,
+    LARGEST_DIM,
+    PAGE_TOKENS,
+    STORE,
+    TICKETS,
+    CudaKv,
+    kv_cache,
+    page_parts,
+    store_kv,
+)
 from voltapile.kernels.ops import Batch
 
-PAGE_TOKENS = 64
-KV_TYPES = {"f16": (1, 2), "q8_0": (16, 18), "q4_0": (32, 18)}  # values, bytes of a block
-KINDS = {name: number for number, name in enumerate(KV_TYPES)}  # attention_kv.cuh
+__all__ = ["attention", "kv_cache", "page_parts", "store_kv"]
+
 ANY = 3  # a kernel that is told dimensions and types when it runs; slower
 HEAD_DIMS = (64, 80, 96, 128, 256)  # that have kernels of their own
-LARGEST_DIM = 256
 
 SHORT_RUN = 8  # tokens of a slot in a step that count as generated
 MOST_GENERATED = 64  # tokens of a step that may all be generated
 PARTIAL_BYTES = 64 << 20  # what the pieces of one launch may take, if one token's do not take more
-PIECES = 512  # of all KV heads together at least, for long contexts: enough to fill a GPU
-PIECE = 64  # positions of a piece, least
+PIECES = 512  # of all KV heads together, for long contexts: enough to fill a GPU
+CLUSTERS = 40  # the same, of clusters: all blocks are there at once on 132 multiprocessors
+SHARES = 8  # of a piece from sm_90 on, and blocks of a cluster (csrc/attention_rows.cuh)
+CLUSTERS_FROM = 90
+MANY_PIECES = 32  # of several tokens, if each has one: then a block takes a whole piece
 STRANDS = 4  # warps of a block that share its positions (csrc/attention_join.cuh)
-MOST_PIECES = 257  # of a token, the same place
-TICKETS = 4096  # blocks of one launch that add up pieces, most
 LOG2E = 1.4426950408889634
 
 LITTLE_SHARED = dict.fromkeys((86, 89, 120), 99 << 10)  # bytes a block, of cards from sm_80 on
 
-STORE = Instance("attention_store.cu", "store_kv")
-PLAN = Instance("attention_plan.cu", "attention_plan", (("PIECE", str(PIECE)),))
+PLAN = Instance("attention_plan.cu", "attention_plan")
 
 
 def _shapes() -> list[tuple[int, int]]:
@@ -55,15 +64,21 @@ def _defines(dim: int, kind: int) -> tuple[tuple[str, str], ...]:
     return ("HEAD_DIM", str(dim)), ("KIND", str(kind))
 
 
+def _clusters(dim: int, kind: int, tiles: int) -> tuple[int, ...]:
+    """Blocks that may take a piece together; registers set the limit of what one can do."""
+    return (SHARES, 1) if kind != ANY and dim <= 128 and tiles == 1 else (SHARES,)
+
+
 DECODE = {
-    (dim, kind, tiles): Instance(
+    (dim, kind, tiles, blocks): Instance(
         "attention_decode.cu",
         "attention_decode",
-        (*_defines(dim, kind), ("ROW_TILES", str(tiles)), ("PIECE", str(PIECE))),
+        (*_defines(dim, kind), ("ROW_TILES", str(tiles)), ("CLUSTER", str(blocks))),
         waits=True,
     )
     for dim, kind in _shapes()
     for tiles in row_tiles(dim, kind)
+    for blocks in _clusters(dim, kind, tiles)
 }
 PREFILL = {
     (dim, kind): Instance("attention_prefill.cu", "attention_prefill", _defines(dim, kind))
@@ -72,72 +87,13 @@ PREFILL = {
 INSTANCES = [STORE, PLAN, *DECODE.values(), *PREFILL.values()]
 
 
-@dataclass(eq=False)
-class CudaKv:
-    """Keys and values of one layer; how they lie in a page is told in csrc/attention_kv.cuh."""
-
-    keys: DeviceArray  # uint8 [pages, bytes]
-    values: DeviceArray
-    tickets: DeviceArray  # uint32 [TICKETS], zeros between two launches
-    pages: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    key_type: str
-    value_type: str
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(width, KIND) of the kernels that serve it."""
-        if (self.key_dim, self.key_type) == (self.value_dim, self.value_type):
-            own = self.key_dim, KINDS[self.key_type]
-            if own in PREFILL:
-                return own
-        return 128 if max(self.key_dim, self.value_dim) <= 128 else LARGEST_DIM, ANY
-
-
-def kv_cache(
-    ops: Launcher,
-    pages: int,
-    kv_heads: int,
-    page_tokens: int,
-    key_dim: int,
-    value_dim: int,
-    key_type: str,
-    value_type: str,
-) -> CudaKv:
-    if page_tokens != PAGE_TOKENS:
-        raise ValueError(f"pages of {page_tokens} positions; the cuda backend has {PAGE_TOKENS}")
-    token_bytes = [_kv_bytes(key_type, key_dim), _kv_bytes(value_type, value_dim)]
-    keys, values = (
-        ops.zeros((pages, kv_heads * page_tokens * each), np.uint8) for each in token_bytes
-    )
-    tickets = ops.zeros((TICKETS,), np.uint32)
-    return CudaKv(keys, values, tickets, pages, kv_heads, key_dim, value_dim, key_type, value_type)
-
-
-def page_parts(cache: CudaKv) -> tuple[DeviceArray, DeviceArray]:
-    """Arrays whose first axis is the page."""
-    return cache.keys, cache.values
-
-
-def store_kv(
-    ops: Launcher, cache: CudaKv, k: DeviceArray, v: DeviceArray, batch: Batch, group: int
-) -> None:
-    tokens, table = len(batch.slots), batch.pages[group]
-    assert k.size == tokens * cache.kv_heads * cache.key_dim, (k.shape, tokens)
-    assert v.size == tokens * cache.kv_heads * cache.value_dim, (v.shape, tokens)
-    if tokens == 0:
-        return
-    warps = cache.kv_heads * (_groups(cache.key_dim, 32) + _groups(cache.value_dim, 32))
-    numbers = table.shape[1], cache.pages, cache.kv_heads, cache.key_dim, cache.value_dim
-    kinds = KINDS[cache.key_type], KINDS[cache.value_type]
-    pointers = k, v, cache.keys, cache.values, table, batch.slots, batch.positions
-    ops.kernel(STORE)(
-        (_groups(warps, 4), tokens),
-        128,
-        (*(array.ptr for array in pointers), *map(np.int32, (*numbers, *kinds))),
-    )
+def shape_of(cache: CudaKv) -> tuple[int, int]:
+    """(width, KIND) of the kernels that serve it."""
+    if (cache.key_dim, cache.key_type) == (cache.value_dim, cache.value_type):
+        own = cache.key_dim, KINDS[cache.key_type]
+        if own in PREFILL:
+            return own
+    return 128 if max(cache.key_dim, cache.value_dim) <= 128 else LARGEST_DIM, ANY
 
 
 @dataclass(frozen=True)
@@ -236,18 +192,31 @@ def heads_of(head_map: Sequence[int], kv_heads: int) -> list[int]:
     return [*starts, *(h for each in own for h in each)]
 
 
-def most_pieces(kv_heads: int) -> int:
+def most_pieces(kv_heads: int, arch: int) -> int:
     """Into how many pieces a token's positions are cut at most (one more behind a window)."""
+    if arch >= CLUSTERS_FROM:
+        return max(1, CLUSTERS // kv_heads)
     return min(256, max(16, PIECES // kv_heads))
+
+
+def least_piece(arch: int) -> int:
+    """Positions of a piece: PIECE in csrc/attention_rows.cuh."""
+    return 2048 if arch >= CLUSTERS_FROM else 128
+
+
+def _shares(arch: int) -> int:
+    return SHARES if arch >= CLUSTERS_FROM else 1
 
 
 def decode_shared(dim: int, kind: int, tiles: int, arch: int) -> int:
     """Bytes of struct Shared in attention_decode.cu."""
     rows, pitch, is_copied = 16 * tiles, dim + 8, arch >= 80 and kind != ANY
     step = 16 * (dim + 16) + 2 * dim if is_copied and kind == KINDS["q8_0"] else 32 * pitch
-    steps = 1 if not is_copied else 4 if dim <= 128 else 2
-    ends, weights = 64 * STRANDS + 32 * STRANDS * pitch, 4 * STRANDS * (MOST_PIECES + 1)
-    return max(STRANDS * steps * step, ends, weights) + 2 * rows * pitch + 16 * rows + 32
+    stages = 1 if dim > 128 else 3 if kind == KINDS["q8_0"] else 2
+    steps = 2 * stages if is_copied else 1
+    ends = 64 * STRANDS + 32 * STRANDS * pitch
+    joined = STRANDS * 32 * (2 * dim // SHARES) if arch >= CLUSTERS_FROM else 32
+    return max(STRANDS * steps * step, ends + joined) + 2 * rows * pitch + 20 * rows + 112
 
 
 def prefill_shared(dim: int, kind: int, arch: int) -> int:
@@ -259,7 +228,7 @@ def prefill_shared(dim: int, kind: int, arch: int) -> int:
 
 def prefill_shape(cache: CudaKv, arch: int) -> tuple[int, int]:
     """(width, KIND) of the prompt kernel that fits the card."""
-    dim, kind = cache.shape
+    dim, kind = shape_of(cache)
     if arch in LITTLE_SHARED and prefill_shared(dim, kind, arch) > LITTLE_SHARED[arch]:
         return 128 if dim <= 128 else LARGEST_DIM, ANY
     return dim, kind
@@ -274,12 +243,12 @@ def prefill_block(dim: int, kind: int, arch: int) -> tuple[int, int]:
 
 def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray | None) -> None:
     """Tokens first to last, or that many items of a plan."""
-    dim, kind = call.cache.shape
+    dim, kind = shape_of(call.cache)
     tiles = _tiles_for(call, dim, kind)
     chunk = _chunk(call.members, tiles)
     parts = _groups(chunk * call.members, 16 * tiles)
-    most = most_pieces(call.cache.kv_heads)
-    stride = _stride(call.cache.kv_heads, call.limit, call.window)
+    most = most_pieces(call.cache.kv_heads, ops.arch)
+    stride = _stride(most, least_piece(ops.arch), call.limit, call.window)
     pieces = stride + (1 if call.window else 0)  # tokens of an item begin at different ones
     each = 1 if plan is None else chunk  # rows for each token or item
     row_bytes = call.num_heads * stride * (call.cache.value_dim + 2) * 4
@@ -288,14 +257,16 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
     partial = ops.scratch((batch * each * call.num_heads * stride, call.cache.value_dim))
     stats = ops.scratch((batch * each * call.num_heads * stride, 2))
     pointers = call.q, call.cache.keys, call.cache.values, call.table, call.batch.slots
+    blocks = _blocks(call, batch, tiles, ops.arch)
+    instance = DECODE[dim, kind, tiles, blocks]
     shared = decode_shared(dim, kind, tiles, ops.arch)
     plan_ptr = 0 if plan is None else plan.ptr
     for start in range(first, last, batch):
         stop = min(last, start + batch)
         numbers = start, stop, parts, *call.cache_numbers, call.width, call.cache.pages
         ends = call.window, most, stride, chunk
-        ops.kernel(DECODE[dim, kind, tiles])(
-            ((stop - start) * pieces, call.cache.kv_heads * parts),
+        ops.kernel(instance)(
+            ((stop - start) * pieces * min(blocks, _shares(ops.arch)), call.cache.kv_heads * parts),
             32 * STRANDS,
             (
                 *(array.ptr for array in pointers),
@@ -311,7 +282,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
 
 def _mixed(ops: Launcher, call: _Call) -> None:
     """Short runs to attention_decode, the others to attention_prefill, as the device finds them."""
-    chunk = _chunk(call.members, _tiles_for(call, *call.cache.shape))
+    chunk = _chunk(call.members, _tiles_for(call, *shape_of(call.cache)))
     dim, kind = prefill_shape(call.cache, ops.arch)
     threads, rows = prefill_block(dim, kind, ops.arch)
     slots, tokens = call.table.shape[0], call.tokens
@@ -323,7 +294,7 @@ def _mixed(ops: Launcher, call: _Call) -> None:
         (3 * (tokens * call.members // rows + tokens // SHORT_RUN + 1),), np.int32
     )
     limits = SHORT_RUN, call.members, rows, chunk, call.limit, call.window
-    numbers = tokens, *limits, most_pieces(call.cache.kv_heads), items, tiles
+    numbers = tokens, *limits, most_pieces(call.cache.kv_heads, ops.arch), items, tiles
     positions = call.batch.positions
     ops.kernel(PLAN)(
         (1,),
@@ -352,10 +323,19 @@ def _mixed(ops: Launcher, call: _Call) -> None:
 
 
 def _tiles_for(call: _Call, dim: int, kind: int) -> int:
-    """The least row tiles that hold all tokens that a slot may have here, or the most there are."""
-    choices = row_tiles(dim, kind)
-    rows = min(call.tokens, SHORT_RUN) * call.members
+    """The least row tiles that hold all tokens that a slot has here, or the most there are. Where
+    there are slots for all tokens each has its own, most likely."""
+    choices, slots = row_tiles(dim, kind), call.table.shape[0]
+    rows = (min(call.tokens, SHORT_RUN) if slots < call.tokens else 1) * call.members
     return next((tiles for tiles in choices if 16 * tiles >= rows), choices[-1])
+
+
+def _blocks(call: _Call, tokens: int, tiles: int, arch: int) -> int:
+    """Of a cluster, in a launch of so many tokens or items."""
+    dim, kind = shape_of(call.cache)
+    pieces = tokens * call.cache.kv_heads if tokens > 1 else 0
+    is_many = arch >= CLUSTERS_FROM and pieces >= MANY_PIECES
+    return _clusters(dim, kind, tiles)[-1] if is_many else SHARES
 
 
 def _chunk(members: int, tiles: int) -> int:
@@ -363,10 +343,10 @@ def _chunk(members: int, tiles: int) -> int:
     return max(1, min(SHORT_RUN, 16 * tiles // members))
 
 
-def _stride(kv_heads: int, context: int, window: int) -> int:
+def _stride(most: int, least: int, context: int, window: int) -> int:
     """Most pieces of one token."""
     seen = min(context, window) if window else context
-    return min(most_pieces(kv_heads), _groups(seen, PIECE)) + (1 if window else 0)
+    return min(most, _groups(seen, least)) + (1 if window else 0)
 
 
 def _tile(dim: int) -> int:
@@ -375,20 +355,6 @@ def _tile(dim: int) -> int:
 
 def _is_async(kind: int, arch: int) -> bool:
     return arch >= 80 and kind == KINDS["f16"]
-
-
-def _kv_bytes(kv_type: str, dim: int) -> int:
-    """Bytes of one head at one position."""
-    if kv_type not in KV_TYPES:
-        raise ValueError(f"cache type {kv_type!r}; the cuda backend has {', '.join(KV_TYPES)}")
-    length, nbytes = KV_TYPES[kv_type]
-    if dim % max(length, 8):
-        raise ValueError(
-            f"cache type {kv_type}: heads of {dim} are no multiple of {max(length, 8)}"
-        )
-    if dim > LARGEST_DIM:
-        raise ValueError(f"heads of {dim}; the cuda backend has up to {LARGEST_DIM}")
-    return dim // length * nbytes
 
 
 def _groups(items: int, size: int) -> int:

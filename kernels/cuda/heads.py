@@ -6,8 +6,8 @@ Takes a Launcher and device arrays; knows neither cupy nor models.
 from __future__ import annotations
 
 import numpy as np
-from voltapile.kernels.cuda.attention import KINDS, CudaKv
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.pages import KINDS, CudaKv
 from voltapile.kernels.ops import Batch
 
 ROPE_STORE = Instance("attention_heads.cu", "rope_store", (), True, waits=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import attention as launcher
+from voltapile.kernels.cuda import pages
 
 pytestmark = pytest.mark.gpu
 
@@ -178,8 +179,8 @@ def test_store_rounds_saturates_and_keeps_what_is_not_finite(
     keys, values = world.stored()
     for stored, original in ((keys, k), (values, v)):
         places = np.array(world.places)
-        pages = world.table[places[:, 0], places[:, 1] // 64]
-        got = stored[pages, :, places[:, 1] % 64]
+        ids = world.table[places[:, 0], places[:, 1] // 64]
+        got = stored[ids, :, places[:, 1] % 64]
         blocks, want = got.reshape(70, 2, -1, 32), original.reshape(70, 2, -1, 32)
         is_sane = np.isfinite(want).all(-1)
         assert (~np.isfinite(blocks[~is_sane])).any(-1).all()
@@ -194,16 +195,16 @@ def test_copy_page(cuda: Any, put: Any) -> None:
     world = World(cuda, put, Case([(0, 0, 128)], dim=64))
     source, target = world.table[0, 0], world.table[0, 1]
     cuda.copy_page(world.cache, int(source), int(target))
-    for part in launcher.page_parts(world.cache):
+    for part in pages.page_parts(world.cache):
         raw = cuda.to_host(part)
         np.testing.assert_array_equal(raw[target], raw[source])
 
 
 def test_a_position_past_the_page_table_stores_nothing(cuda: Any, put: Any) -> None:
     world = World(cuda, put, Case([(0, 0, 64)], dim=64))
-    before = [cuda.to_host(part) for part in launcher.page_parts(world.cache)]
+    before = [cuda.to_host(part) for part in pages.page_parts(world.cache)]
     world.store(world.k[:1], world.v[:1], [(0, 64 * world.width)])
-    for old, part in zip(before, launcher.page_parts(world.cache), strict=True):
+    for old, part in zip(before, pages.page_parts(world.cache), strict=True):
         np.testing.assert_array_equal(cuda.to_host(part), old)
 
 

@@ -6,8 +6,8 @@
 namespace voltapile {
 
 constexpr int STRANDS = 4, THREADS = 32 * STRANDS, ROWS = 16 * ROW_TILES;
-constexpr int HALF = 8;          // rows that are joined at once: those of one i (Mma::row)
-constexpr int MOST_PIECES = 257; // attention.most_pieces, and one more behind a window
+constexpr int HALF = 8;  // rows that are joined at once: those of one i (Mma::row)
+constexpr int EACH = HALF * DIM / 4 / BLOCKS;  // of those, items of a block: four columns of a row
 
 struct __align__(16) Row {
   float factor;   // of scores
@@ -27,62 +27,192 @@ struct Ends {
   float out[STRANDS][HALF][DIM + 8];
 };
 
-// Adds one row's four columns from d on of all strands. Returns what they are to be divided by.
-__device__ __forceinline__ float add_strands(const Ends& ends, int r, int d, float4& all,
-                                             float& most) {
-  most = ends.most[0][r];
+// Four columns of a row.
+struct Part {
+  float most = -infinity(), sum = 0.0f;
+  float4 out{0, 0, 0, 0};
+};
+
+// What sums so far (largest score `most`) and later ones are multiplied by when they are joined.
+struct Weights {
+  float before, next;
+  __device__ Weights(float& most, float next_most) {
+    const float larger = fmaxf(most, next_most), shift = larger == -infinity() ? 0.0f : larger;
+    before = exp2_fast(most - shift), next = exp2_fast(next_most - shift);
+    most = larger;
+  }
+  __device__ float join(float x, float y) const { return __fmaf_rn(y, next, __fmul_rn(x, before)); }
+};
+
+__device__ __forceinline__ void join_part(Part& all, const Part& next) {
+  const Weights weights(all.most, next.most);
+  all.sum = weights.join(all.sum, next.sum);
+  all.out = {weights.join(all.out.x, next.out.x), weights.join(all.out.y, next.out.y),
+             weights.join(all.out.z, next.out.z), weights.join(all.out.w, next.out.w)};
+}
+
+// A share's sums join those of the shares before it: in registers where one block takes them all.
+__device__ __forceinline__ void join_share(Sums& all, const Sums& share) {
 #pragma unroll
-  for (int s = 1; s < STRANDS; ++s) most = fmaxf(most, ends.most[s][r]);
-  const float shift = most == -infinity() ? 0.0f : most;
-  float total = 0.0f;
-  all = float4{0, 0, 0, 0};
+  for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Weights weights(all.running[t][i].m, share.running[t][i].m);
+      all.sum[t][i] = weights.join(all.sum[t][i], row_sum(share.sum[t][i]));
+#pragma unroll
+      for (int c = 0; c < DIM / 16; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = all.out[t][c].e[(e & 1) + 2 * i + 4 * (e >> 1)];
+          x = weights.join(x, share.out[t][c].e[(e & 1) + 2 * i + 4 * (e >> 1)]);
+        }
+    }
+}
+
+#if VP_ARCH >= 900 && !defined(VP_EMULATION)
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {  // for all blocks of the cluster that go on
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+template <class T>
+__device__ __forceinline__ const T* of_block(const T* mine, int block) {
+  const T* its;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(its) : "l"(mine), "r"(block));
+  return its;
+}
+#else
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+template <class T>
+__device__ __forceinline__ const T* of_block(const T* mine, int) {
+  return mine;
+}
+#endif
+
+__device__ __forceinline__ Part part_of(const Ends* ends, int strand, int r, int d) {
+  return {ends->most[strand][r], ends->sum[strand][r],
+          *reinterpret_cast<const float4*>(ends->out[strand][r] + d)};
+}
+
+// Of one strand, in all `blocks` of a piece: each has a share.
+__device__ __forceinline__ Part join_blocks(const Ends& ends, int blocks, int strand, int r,
+                                            int d) {
+  Part parts[BLOCKS], all;
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b)
+    if (b < blocks) parts[b] = part_of(of_block(&ends, b), strand, r, d);
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) join_part(all, parts[b]);
+  return all;
+}
+
+// All strands together.
+__device__ __forceinline__ Part join_strands(const Part (&parts)[STRANDS]) {
+  Part all;
+#pragma unroll
+  for (int s = 0; s < STRANDS; ++s) all.most = fmaxf(all.most, parts[s].most);
+  const float shift = all.most == -infinity() ? 0.0f : all.most;
 #pragma unroll
   for (int s = 0; s < STRANDS; ++s) {
-    const float weight = exp2_fast(ends.most[s][r] - shift);
-    const float4 v = *reinterpret_cast<const float4*>(ends.out[s][r] + d);
-    total = __fmaf_rn(weight, ends.sum[s][r], total);
-    all.x = __fmaf_rn(weight, v.x, all.x), all.y = __fmaf_rn(weight, v.y, all.y);
-    all.z = __fmaf_rn(weight, v.z, all.z), all.w = __fmaf_rn(weight, v.w, all.w);
+    const float weight = exp2_fast(parts[s].most - shift);
+    const float4& v = parts[s].out;
+    all.sum = __fmaf_rn(weight, parts[s].sum, all.sum);
+    all.out = {__fmaf_rn(weight, v.x, all.out.x), __fmaf_rn(weight, v.y, all.out.y),
+               __fmaf_rn(weight, v.z, all.out.z), __fmaf_rn(weight, v.w, all.out.w)};
   }
-  return total;
+  return all;
 }
 
 __device__ __forceinline__ float4 divided(const float4& x, float by) {
-  return float4{x.x / by, x.y / by, x.z / by, x.w / by};
+  const float factor = 1.0f / by;
+  return float4{x.x * factor, x.y * factor, x.z * factor, x.w * factor};
 }
 
-// The strands of a block become its piece: to `partial` and `stats`, or, if it is the only one,
-// normalised to `attended`.
-__device__ __forceinline__ void write_piece(Ends& ends, const Row* rows, const Sums& sums,
-                                            int used, bool is_only, float* attended,
-                                            float* partial, float2* stats, int dim, int warp,
-                                            int lane) {
+struct Target {
+  float *attended, *partial;  // the latter and `stats` where a row has several pieces
+  float2* stats;
+  bool is_only;
+  int dim;
+};
+
+__device__ __forceinline__ void write_part(const Target& to, const Part& part, long long slot,
+                                           int d) {
+  if (!to.is_only && d == 0) to.stats[slot] = float2{part.most, part.sum};
+  *reinterpret_cast<float4*>((to.is_only ? to.attended : to.partial) + slot * to.dim + d) =
+      to.is_only ? divided(part.out, part.sum) : part.out;
+}
+
+// Of HALF rows, all columns: where a piece is one block's.
+__device__ __forceinline__ void write_rows(const Ends& ends, const Row* rows, int first, int i,
+                                           int used, const Target& to) {
+  for (int at = threadIdx.x; at < HALF * DIM / 4; at += THREADS) {
+    const int r = at / (DIM / 4), d = at % (DIM / 4) * 4, row = first + Mma::row_of(r, i);
+    if (row >= used || rows[row].slot < 0 || d >= to.dim) continue;
+    Part parts[STRANDS];
+#pragma unroll
+    for (int s = 0; s < STRANDS; ++s) parts[s] = part_of(&ends, s, r, d);
+    write_part(to, join_strands(parts), rows[row].slot, d);
+  }
+}
+
+using Joined = Part[BLOCKS > 1 ? STRANDS : 1][BLOCKS > 1 ? EACH : 1];
+
+// The same where several blocks have a piece: they deal the rows out. A warp reads one strand of
+// all blocks. A call, since its registers would be taken from those of the products.
+__device__ __noinline__ void write_dealt_rows(const Ends& ends, Joined& joined, const Row* rows,
+                                              int first, int i, int used, int blocks, int rank,
+                                              Target to) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (int base = rank; base < BLOCKS; base += blocks) {
+    for (int n = lane; n < EACH; n += 32) {
+      const int at = base * EACH + n, r = at / (DIM / 4);
+      if (first + Mma::row_of(r, i) < used)
+        joined[warp][n] = join_blocks(ends, blocks, warp, r, at % (DIM / 4) * 4);
+    }
+    if (base + blocks >= BLOCKS) cluster_arrive();  // nothing more is read
+    __syncthreads();
+    for (int n = threadIdx.x; n < EACH; n += THREADS) {
+      const int at = base * EACH + n, d = at % (DIM / 4) * 4;
+      const int row = first + Mma::row_of(at / (DIM / 4), i);
+      if (row >= used || rows[row].slot < 0 || d >= to.dim) continue;
+      Part parts[STRANDS];
+#pragma unroll
+      for (int s = 0; s < STRANDS; ++s) parts[s] = joined[s][n];
+      write_part(to, join_strands(parts), rows[row].slot, d);
+    }
+    __syncthreads();
+  }
+  cluster_wait();  // for those who read here
+}
+
+// The strands of all blocks of a piece become its result. blocks: how many there are, of which this
+// is number `rank`.
+__device__ __forceinline__ void write_piece(Ends& ends, Joined& joined, const Row* rows,
+                                            const Sums& sums, int used, int blocks, int rank,
+                                            const Target& to, int warp, int lane) {
 #pragma unroll
   for (int t = 0; t < ROW_TILES; ++t)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (16 * t + Mma::row_of(0, i) >= used) continue;
       const int own = Mma::number(lane);
-      const float all = row_sum(sums.sum[t][i]);
-      __syncthreads();  // who read what was here before is done
+      const float sum = TURNS > 1 ? sums.sum[t][i] : row_sum(sums.sum[t][i]);
+      __syncthreads();  // tiles are done with
       if (16 * t + Mma::row(lane, i) < used) {
         if (Mma::pair(lane) == 0)
-          ends.most[warp][own] = sums.running[t][i].m, ends.sum[warp][own] = all;
+          ends.most[warp][own] = sums.running[t][i].m, ends.sum[warp][own] = sum;
 #pragma unroll
         for (int c = 0; c < DIM / 16; ++c)
           KvTile::write(ends.out[warp][own] + 16 * c, sums.out[t][c], i, lane);
       }
-      __syncthreads();
-      for (int at = threadIdx.x; at < HALF * DIM / 4; at += THREADS) {
-        const int r = at / (DIM / 4), d = at % (DIM / 4) * 4, row = 16 * t + Mma::row_of(r, i);
-        if (row >= used || rows[row].slot < 0 || d >= dim) continue;
-        float4 sum;
-        float most;
-        const float total = add_strands(ends, r, d, sum, most);
-        const long long slot = rows[row].slot;
-        if (!is_only && d == 0) stats[slot] = float2{most, total};
-        *reinterpret_cast<float4*>((is_only ? attended : partial) + slot * dim + d) =
-            is_only ? divided(sum, total) : sum;
+      if (BLOCKS == 1) {
+        __syncthreads();
+        write_rows(ends, rows, 16 * t, i, used, to);
+      } else {
+        cluster_arrive(), cluster_wait();
+        write_dealt_rows(ends, joined, rows, 16 * t, i, used, blocks, rank, to);
       }
     }
 }
@@ -99,44 +229,24 @@ __device__ __forceinline__ bool is_last(int& answer, unsigned* ticket, int count
   return answer;
 }
 
-// What a row's pieces weigh, to shared memory, and the sum of exponentials behind them. A warp
-// calls.
-__device__ __forceinline__ void weigh_pieces(float* weights, const float2* stats, int pieces,
-                                             int lane) {
-  constexpr int EACH = (MOST_PIECES + 31) / 32;
-  float2 stat[EACH];
-  float most = -infinity(), total = 0.0f;
+// Of one row, four columns of all its pieces. Others wrote them: read past the first cache.
+__device__ __forceinline__ Part join_pieces(const float* partial, const float2* stats, int pieces,
+                                            int dim) {
+  constexpr int AT_ONCE = 8;
+  Part all;
+  for (int first = 0; first < pieces; first += AT_ONCE) {
+    Part parts[AT_ONCE];
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int at = 32 * i + lane;
-    stat[i] = at < pieces ? __ldcg(stats + at) : float2{-infinity(), 0.0f};
-    most = fmaxf(most, stat[i].x);
-  }
-  for (int step = 16; step > 0; step >>= 1)
-    most = fmaxf(most, __shfl_xor_sync(WHOLE_WARP, most, step));
-  const float shift = most == -infinity() ? 0.0f : most;
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (first + i >= pieces) break;
+      const float2 stat = __ldcg(stats + first + i);
+      parts[i] = {stat.x, stat.y,
+                  __ldcg(reinterpret_cast<const float4*>(partial + (first + i) * dim))};
+    }
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const float weight = exp2_fast(stat[i].x - shift);
-    if (32 * i + lane < pieces) weights[32 * i + lane] = weight;
-    total = __fmaf_rn(weight, stat[i].y, total);
+    for (int i = 0; i < AT_ONCE; ++i) join_part(all, parts[i]);
   }
-  for (int step = 16; step > 0; step >>= 1) total += __shfl_xor_sync(WHOLE_WARP, total, step);
-  if (lane == 0) weights[MOST_PIECES] = total;
-}
-
-// Of one row, four columns of all pieces, weighed. Others wrote them: read past the first cache.
-__device__ __forceinline__ float4 add_pieces(const float* weights, const float* partial,
-                                             int pieces, int dim) {
-  float4 sum{0, 0, 0, 0};
-#pragma unroll 16
-  for (int i = 0; i < pieces; ++i) {
-    const float weight = weights[i];
-    const float4 v = __ldcg(reinterpret_cast<const float4*>(partial + i * dim));
-    sum.x = __fmaf_rn(weight, v.x, sum.x), sum.y = __fmaf_rn(weight, v.y, sum.y);
-    sum.z = __fmaf_rn(weight, v.z, sum.z), sum.w = __fmaf_rn(weight, v.w, sum.w);
-  }
-  return sum;
+  return all;
 }
 
 }  // namespace voltapile

@@ -2,10 +2,9 @@
 // head for neighbouring tokens of a slot. Row m of a block is token m / G, head m % G of the group.
 //
 // How a token's positions are cut into pieces depends on that token alone, never on its company or
-// on the launch: pieces begin at multiples of their length, the least PIECE * 2^n that needs no more
-// than `most` of them. This, and products whose rows do not know each other, is why a row has the
+// on the launch: pieces begin at multiples of their length, the least multiple of GRAIN, and at least
+// PIECE, that needs no more than `most` of them. This, and products whose rows do not know each other, is why a row has the
 // same bits alone and among others.
-// -D PIECE
 #pragma once
 #include "half.cuh"
 
@@ -13,9 +12,11 @@ namespace voltapile {
 
 using half_bits = std::uint16_t;
 
-#ifndef PIECE
-#define PIECE 64
-#endif
+// The pages of a piece are dealt to so many shares in turn; each is summed up for itself, and then
+// they are joined, whether one block or several took them.
+constexpr int SHARES = VP_ARCH >= 900 ? 8 : 1;
+constexpr int GRAIN = 64 * SHARES;  // positions: a page of each share
+constexpr int PIECE = VP_ARCH >= 900 ? 2048 : 128;
 
 #ifndef VP_EMULATION
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
@@ -38,8 +39,7 @@ __device__ __forceinline__ Span span_of(int position, int limit, int window, int
   Span s;
   s.high = max(1, min(position + 1, limit));
   s.low = window > 0 ? max(0, s.high - window) : 0;
-  s.piece = PIECE;
-  while (s.piece * most < s.high - s.low) s.piece *= 2;
+  s.piece = max(PIECE, ((s.high - s.low + most - 1) / most + GRAIN - 1) / GRAIN * GRAIN);
   return s;
 }
 

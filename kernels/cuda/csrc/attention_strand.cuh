@@ -1,13 +1,16 @@
-// A warp's own part of shared memory in decode: keys and values of STEP positions, a page apart from
-// step to step, and how they get there. No other warp touches it, so none waits for another.
+// A warp's own part of shared memory in decode: keys and values of STEP positions at a time, and how
+// they get there. No other warp touches it, so none waits for another.
+// -D CLUSTER: blocks that take a piece together, where shared memory may be read by others (sm_90)
 #pragma once
 #include "attention_tile.cuh"
 
 namespace voltapile {
 
 constexpr int STEP = 16;
+constexpr int BLOCKS = VP_ARCH >= 900 ? CLUSTER : 1, TURNS = SHARES / BLOCKS;  // shares of a block
 constexpr bool COPIES = VP_ARCH >= 800 && (KIND == F16 || KIND == Q8_0);
-constexpr int STAGES = COPIES && DIM <= 128 ? 2 : 1;
+// Steps that are under way; bytes in flight are what memory's speed needs.
+constexpr int STAGES = !COPIES || DIM > 128 ? 1 : KIND == F16 ? 2 : 3;
 constexpr unsigned WHOLE_WARP = 0xffffffffu;
 
 template <bool IS_FIRST, class First, class Second>
@@ -25,10 +28,24 @@ struct HalfTile {
   static constexpr bool IN_FOURS = false;
   half_bits at[STEP * PITCH];
 
-  __device__ void copy(const unsigned char* head, int p, int low, int high, int lane) {
-    fetch_halves<STEP, DIM, 32>(at, PITCH, head, p % PAGE, low - p, high - p, lane);
+  // All positions: none lies outside of the page, and `hide` clears those not seen.
+  // from_row: the first row that is copied.
+  __device__ void copy(const unsigned char* head, int p, int lane, int from_row = 0) {
+    constexpr int PIECES = DIM / 8;
+    const unsigned char* from = head + p % PAGE * DIM * 2;
+#pragma unroll
+    for (int i = 0; i < STEP * PIECES / 32; ++i) {
+      const int r = row_of_place<PIECES, 32>(lane, i), c = column_of_place<PIECES, 32>(lane, i);
+      if (r >= from_row) copy_async(at + r * PITCH + 8 * c, from + (r * DIM + 8 * c) * 2, 16);
+    }
   }
-  __device__ void hide(int, int, int) {}  // what is not seen was not copied
+  __device__ void hide(int low, int high, int lane) {
+    for (int i = lane; i < STEP * DIM / 8; i += 32) {
+      const int r = i / (DIM / 8);
+      if (r < low || r >= high)
+        *reinterpret_cast<uint4*>(at + r * PITCH + i % (DIM / 8) * 8) = uint4{0, 0, 0, 0};
+    }
+  }
   __device__ void keys(Mma::B (&b)[1], int k, int lane) const {
     b[0] = Mma::load_b(at + k, PITCH, lane);
   }
@@ -54,20 +71,20 @@ struct ByteTile {
   std::uint8_t at[STEP * WIDE];
   half_bits scales[STEP * SCALES];
 
-  // All positions: none lies outside of the page, and `hide` takes the scales of those not seen.
-  __device__ void copy(const unsigned char* head, int p, int, int, int lane) {
+  // As HalfTile's; what is hidden has no scale.
+  __device__ void copy(const unsigned char* head, int p, int lane, int from_row = 0) {
     constexpr int PIECES = DIM / 16;
     const int row = p % PAGE;
 #pragma unroll
-    for (int i = 0; i < (STEP * PIECES + 31) / 32; ++i) {
+    for (int i = 0; i < STEP * PIECES / 32; ++i) {
       const int r = row_of_place<PIECES, 32>(lane, i), c = column_of_place<PIECES, 32>(lane, i);
-      copy_async(at + r * WIDE + 16 * c, head + (row + r) * DIM + 16 * c, 16);
+      if (r >= from_row)
+        copy_async(at + r * WIDE + 16 * c, head + (row + r) * DIM + 16 * c, 16);
     }
     if (lane < STEP * SCALES / 8)
       copy_async(scales + 8 * lane, head + PAGE * DIM + 2 * row * SCALES + 16 * lane, 16);
   }
   __device__ void hide(int low, int high, int lane) {
-    if (low <= 0 && high >= STEP) return;
     for (int i = lane; i < STEP * SCALES; i += 32)
       if (i < low * SCALES || i >= high * SCALES) scales[i] = 0;
   }
@@ -124,98 +141,145 @@ using KvTile = Either<COPIES && KIND == Q8_0, ByteTile, HalfTile>::type;
 using KvTile = HalfTile;
 #endif
 
-// Where a strand's keys and values come from, and which positions it goes through.
+// Where a block's keys and values come from; in shared memory.
 struct Source {
   Cache keys, values;
   Pages where;
   int low, high;   // positions that anybody of the block sees
-  int first, end;  // of the strand; its next step is a PAGE further
+  int first, end;  // of the first share, and of the piece
 };
 
-// With cp.async: STAGES steps are under way. `fresh`: positions from there on are written by the
-// kernel before this one; what lies before is asked for without waiting for that kernel.
+// Which positions a strand goes through: STEP of each page of its share, then those of the next
+// share, for TURNS shares.
+struct Walk {
+  int p, turn = 0;
+
+  __device__ explicit Walk(const Source& s) { begin(s); }
+  __device__ bool is_done(const Source& s) const { return TURNS > 1 ? turn == TURNS : p >= s.end; }
+  __device__ void go_on(const Source& s) {
+    p += PAGE * SHARES;
+    if (TURNS == 1 || p < s.end) return;
+    ++turn;
+    begin(s);
+  }
+
+ private:
+  __device__ void begin(const Source& s) {
+    for (; turn < TURNS; ++turn) {
+      p = s.first + PAGE * turn + STEP * (static_cast<int>(threadIdx.x) / 32);
+      while (p + STEP <= s.low) p += PAGE * SHARES;
+      if (TURNS == 1 || p < s.end) return;
+    }
+  }
+};
+
+// With cp.async: STAGES steps are under way. Positions from `fresh` on are written by the kernel
+// before this one, so what `begin` asked for is asked for again there, after waiting.
 struct CopiedSteps {
   KvTile keys_at[STAGES], values_at[STAGES];
 
   struct State {
-    int stage = 0, page;  // page: of the step that is asked for next
+    Walk ahead;  // at the step that is asked for next
+    int page, stage = 0;
+    __device__ explicit State(const Source& s) : ahead(s), page(s.where.at(ahead.p)) {}
   };
-  __device__ void begin(const Source& s, State& state, int fresh, bool is_early, int lane) {
-#pragma unroll
+  __device__ void begin(const Source& s, State& state, int lane) {
     for (int i = 0; i < STAGES; ++i) {
-      const int p = s.first + i * PAGE;
-      if ((p + STEP <= fresh) != is_early) continue;
-      const int page = s.where.at(p);
-      ask(keys_at[i], s.keys, page, s, p, lane);
-      ask(values_at[i], s.values, page, s, p, lane);
+      ask(keys_at[i], s.keys, s, state, lane);
+      ask(values_at[i], s.values, s, state, lane);
+      advance(s, state);
     }
-    if (!is_early) state.page = s.where.at(s.first + STAGES * PAGE);
+  }
+  __device__ void refresh(const Source& s, State&, int fresh, int lane) {
+    Walk at(s);
+    int steps = 0;
+    for (; steps < STAGES && !at.is_done(s) && at.p + STEP <= fresh; ++steps) at.go_on(s);
+    if (steps == STAGES || at.is_done(s)) return;
+    wait_for_copies<0>();
+    __syncwarp();
+    for (int i = 0; i < STAGES; ++i) {  // as many groups as before
+      const bool is_stale = i >= steps && !at.is_done(s);
+      const int page = is_stale ? s.where.at(at.p) : 0, row = max(0, fresh - at.p);
+      if (is_stale) keys_at[i].copy(s.keys.head(page), at.p, lane, row);
+      commit_copies();
+      if (is_stale) values_at[i].copy(s.values.head(page), at.p, lane, row), at.go_on(s);
+      commit_copies();
+    }
   }
   __device__ const KvTile& keys(const Source& s, const State& state, int p, int lane) {
     return arrived(keys_at[state.stage], s, p, lane);
   }
-  __device__ void end_keys(const Source& s, const State& state, int p, int lane) {
+  __device__ void end_keys(const Source& s, const State& state, int lane) {
     __syncwarp();
-    ask(keys_at[state.stage], s.keys, state.page, s, p + STAGES * PAGE, lane);
+    ask(keys_at[state.stage], s.keys, s, state, lane);
   }
   __device__ const KvTile& values(const Source& s, const State& state, int p, int lane) {
     return arrived(values_at[state.stage], s, p, lane);
   }
-  __device__ void end_values(const Source& s, State& state, int p, int lane) {
+  __device__ void end_values(const Source& s, State& state, int lane) {
     __syncwarp();
-    ask(values_at[state.stage], s.values, state.page, s, p + STAGES * PAGE, lane);
-    state.page = s.where.at(p + (STAGES + 1) * PAGE);
-    if (STAGES > 1) state.stage ^= 1;
+    ask(values_at[state.stage], s.values, s, state, lane);
+    advance(s, state);
+    state.stage = state.stage + 1 == STAGES ? 0 : state.stage + 1;
   }
 
  private:
-  __device__ void ask(KvTile& tile, const Cache& c, int page, const Source& s, int p, int lane) {
-    if (p < s.end) tile.copy(c.head(page), p, s.low, s.high, lane);
+  __device__ void ask(KvTile& tile, const Cache& c, const Source& s, const State& state, int lane) {
+    if (!state.ahead.is_done(s)) tile.copy(c.head(state.page), state.ahead.p, lane);
     commit_copies();
+  }
+  __device__ void advance(const Source& s, State& state) {
+    if (state.ahead.is_done(s)) return;
+    state.ahead.go_on(s);
+    state.page = s.where.at(state.ahead.p);
   }
   __device__ const KvTile& arrived(KvTile& tile, const Source& s, int p, int lane) {
     wait_for_copies<2 * STAGES - 1>();
     __syncwarp();
-    tile.hide(s.low - p, s.high - p, lane);
-    if (KvTile::IN_FOURS) __syncwarp();
+    if (p < s.low || p + STEP > s.high) {
+      tile.hide(s.low - p, s.high - p, lane);
+      __syncwarp();
+    }
     return tile;
   }
 };
 
 // By way of registers: keys are read while values are multiplied, and values while keys are; where
-// there are no registers for that, both are read when they are wanted, in two parts.
+// there are no registers for that, both are read when they are wanted, part by part. A block has one
+// share.
 struct ReadSteps {
   static constexpr bool IS_AHEAD = DIM <= 128;
-  static constexpr int PART = IS_AHEAD ? STEP : STEP / 2;
+  static constexpr int PART = IS_AHEAD ? STEP : KIND == ANY ? STEP / 4 : STEP / 2;
   HalfTile tile;
 
   struct State {
     Fetch<PART, 32> fetch{static_cast<int>(threadIdx.x & 31)};
     int page, next;
+    __device__ explicit State(const Source& s) : page(s.where.at(Walk(s).p)) {}
   };
-  __device__ void begin(const Source& s, State& state, int, bool is_early, int) {
-    if (is_early) return;
-    state.page = s.where.at(s.first);
-    if (IS_AHEAD && s.first < s.end)
-      state.fetch.read(s.keys, state.page, s.first, s.low, s.high);
+  __device__ void begin(const Source&, State&, int) {}
+  __device__ void refresh(const Source& s, State& state, int, int) {
+    read_keys(s, state, Walk(s).p);
   }
   __device__ const HalfTile& keys(const Source& s, State& state, int p, int) {
     put(s.keys, s, state, p);
     if (IS_AHEAD) state.fetch.read(s.values, state.page, p, s.low, s.high);
-    state.next = s.where.at(p + PAGE);
+    state.next = s.where.at(p + PAGE * SHARES);
     return tile;
   }
-  __device__ void end_keys(const Source&, State&, int, int) { __syncwarp(); }
+  __device__ void end_keys(const Source&, State&, int) { __syncwarp(); }
   __device__ const HalfTile& values(const Source& s, State& state, int p, int) {
     put(s.values, s, state, p);
     state.page = state.next;
-    if (IS_AHEAD && p + PAGE < s.end)
-      state.fetch.read(s.keys, state.page, p + PAGE, s.low, s.high);
+    read_keys(s, state, p + PAGE * SHARES);
     return tile;
   }
-  __device__ void end_values(const Source&, State&, int, int) { __syncwarp(); }
+  __device__ void end_values(const Source&, State&, int) { __syncwarp(); }
 
  private:
+  __device__ void read_keys(const Source& s, State& state, int p) {
+    if (IS_AHEAD && p < s.end) state.fetch.read(s.keys, state.page, p, s.low, s.high);
+  }
   __device__ void put(const Cache& c, const Source& s, State& state, int p) {
 #pragma unroll
     for (int at = 0; at < STEP; at += PART) {

@@ -1,34 +1,78 @@
-// Rows of a token embedding: FORMAT's scalar unpack, times a scale. A thread unpacks a whole block,
-// so blocks of many values go there and back through shared memory: a row is read and written by
-// neighbours. A token that is no row of the table becomes NaN, which ends its request with an error.
+// Rows of a token embedding, times a scale: Format::unpack's own numbers. Formats that embeddings
+// mostly have are told value by value, a thread each; of others a thread unpacks a whole block, there
+// and back through shared memory. A token that is no row of the table becomes NaN, which ends its
+// request with an error.
 #include "formats/registry.h"
 
-using Format = voltapile::formats::FORMAT;
+using namespace voltapile::formats;
+using Format = FORMAT;
 
-constexpr int UNITS = Format::length >= 1024 ? 1 : 1024 / Format::length;  // blocks at once
-constexpr int BYTES = UNITS * Format::bytes;
+// One value of a block; tests hold it against unpack.
+template <class Any>
+struct Value {
+  static constexpr bool is_known = false;
+  static __device__ float of(const std::uint8_t*, int) { return 0.0f; }
+};
+template <>
+struct Value<Q8_0> {
+  static constexpr bool is_known = true;
+  static __device__ float of(const std::uint8_t* b, int e) {
+    return half_at(b) * static_cast<std::int8_t>(b[2 + e]);
+  }
+};
+template <>
+struct Value<Q4_K> {
+  static constexpr bool is_known = true;
+  static __device__ float of(const std::uint8_t* b, int e) {
+    const int g = e / 32;
+    const float scale = half_at(b) * k_scale(b + 4, g), least = half_at(b + 2) * k_min(b + 4, g);
+    return scale * nibble(b[16 + 32 * (g / 2) + e % 32], g % 2) - least;
+  }
+};
+template <>
+struct Value<Q6_K> {
+  static constexpr bool is_known = true;
+  static __device__ float of(const std::uint8_t* b, int e) {
+    const int half = e / 128, part = e % 128 / 32, l = e % 32;
+    const int low = nibble(b[64 * half + 32 * (part % 2) + l], part / 2);
+    const int q = low | (b[128 + 32 * half + l] >> (2 * part) & 3) << 4;
+    const float scale = half_at(b + 208) * static_cast<std::int8_t>(b[192 + e / 16]);
+    return scale * (q - 32);
+  }
+};
+
+constexpr int THREADS = 128;
+constexpr bool BY_VALUE = Value<Format>::is_known;
+constexpr int UNITS = 1024 / Format::length;  // blocks at once
+constexpr int BYTES = BY_VALUE ? 1 : UNITS * Format::bytes;
 constexpr int WIDE = Format::length + (Format::length > 1);  // lanes' values meet distinct banks
 
 // grid: (values of a row / 1024, tokens), 128 threads
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 1)
 embed(const unsigned char* table, const int* tokens, float* out, int vocab, int blocks,
       float scale) {
   __shared__ unsigned char raw[BYTES];
-  __shared__ float unpacked[UNITS * WIDE];
+  __shared__ float unpacked[BY_VALUE ? 1 : UNITS * WIDE];
   const int first = blockIdx.x * UNITS, count = min(UNITS, blocks - first);
   const int token = tokens[blockIdx.y];
   const bool is_there = token >= 0 && token < vocab;
   const long long row = is_there ? token : 0;
   const unsigned char* from = table + (row * blocks + first) * Format::bytes;
   float* y = out + (static_cast<long long>(blockIdx.y) * blocks + first) * Format::length;
+  if (!BY_VALUE) {
 #pragma unroll 8
-  for (int i = threadIdx.x; i < count * Format::bytes; i += 128) raw[i] = from[i];
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += 128)
-    Format::unpack(raw + i * Format::bytes, unpacked + i * WIDE);
-  __syncthreads();
-  for (int i = threadIdx.x; i < count * Format::length; i += 128) {
-    const float value = unpacked[i / Format::length * WIDE + i % Format::length];
+    for (int i = threadIdx.x; i < count * Format::bytes; i += THREADS) raw[i] = from[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += THREADS)
+      Format::unpack(raw + i * Format::bytes, unpacked + i * WIDE);
+    __syncthreads();
+  }
+#pragma unroll
+  for (int n = 0; n < UNITS * Format::length / THREADS; ++n) {
+    const int i = n * THREADS + threadIdx.x, block = i / Format::length, e = i % Format::length;
+    if (block >= count) break;
+    const float value = BY_VALUE ? Value<Format>::of(from + block * Format::bytes, e)
+                                 : unpacked[block * WIDE + e];
     y[i] = !is_there ? __int_as_float(0x7fffffff) : scale == 1.0f ? value : value * scale;
   }
 }

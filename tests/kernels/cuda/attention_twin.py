@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda import attention as launcher
-from voltapile.kernels.cuda import heads, rows
+from voltapile.kernels.cuda import heads, pages, rows
 from voltapile.kernels.cuda.launch import DeviceArray
 from voltapile.kernels.ops import Batch
 
@@ -56,13 +56,13 @@ class World:
         slots = max(slot for slot, _, _ in case.runs) + 1
         length = {slot: start + count for slot, start, count in case.runs}
         self.width = -(-max(length.values()) // PAGE) + 1
-        pages = slots * self.width + 1
+        count = slots * self.width + 1
         self.table = (1 + rng.permutation(slots * self.width)).astype(np.int32)
         self.table = self.table.reshape(slots, self.width)
-        self.cache = launcher.kv_cache(
-            ops, pages, case.kv_heads, PAGE, case.dim, case.value_dim, *case.types
+        self.cache = pages.kv_cache(
+            ops, count, case.kv_heads, PAGE, case.dim, case.value_dim, *case.types
         )
-        for part in launcher.page_parts(self.cache):  # whatever others left there: NaNs
+        for part in pages.page_parts(self.cache):  # whatever others left there: NaNs
             ops.upload(part, np.full(part.shape, 0xFF, np.uint8))
         self.device_table = put(self.table)
         everything = [(slot, p) for slot, n in sorted(length.items()) for p in range(n)]
@@ -91,7 +91,7 @@ class World:
 
     def store(self, k: np.ndarray, v: np.ndarray, tokens: list[tuple[int, int]]) -> None:
         batch = self.batch(tokens, 1)
-        launcher.store_kv(self.ops, self.cache, self.put(k), self.put(v), batch, 0)
+        pages.store_kv(self.ops, self.cache, self.put(k), self.put(v), batch, 0)
 
     def run(
         self, first: int = 0, last: int | None = None, outputs: int | None = None
@@ -119,7 +119,7 @@ class World:
         return tuple(  # type: ignore[return-value]
             decode(self.ops.to_host(part), kind, self.case.kv_heads, dim)
             for part, kind, dim in zip(
-                launcher.page_parts(self.cache),
+                pages.page_parts(self.cache),
                 self.case.types,
                 (self.case.dim, self.case.value_dim),
                 strict=True,
@@ -137,11 +137,11 @@ class World:
         case = self.case
         first = max(0, position + 1 - case.window) if case.window else 0
         seen = np.arange(first, position + 1)
-        pages = self.table[slot, seen // PAGE]
+        ids = self.table[slot, seen // PAGE]
         out = np.zeros((case.heads, case.value_dim))
         allowed = np.zeros_like(out)
         for h, kv in enumerate(case.head_map):
-            k, v = keys[pages, kv, seen % PAGE], values[pages, kv, seen % PAGE]
+            k, v = keys[ids, kv, seen % PAGE], values[ids, kv, seen % PAGE]
             products = k * self.q[index, h].astype(np.float64) * case.scale
             scores = products.sum(-1)
             error = 4 * HALF * np.sqrt(2 * (products**2).sum(-1)).max() + 1e-5
@@ -208,7 +208,7 @@ def check_rope_store(
         if weight is not None:
             parts[i] = rows.rms_norm(ops, parts[i], weight, 1e-6)
         rows.rope_(ops, parts[i], angles, dim, layout)
-    launcher.store_kv(ops, worlds[1].cache, parts[1], put(v), batch, 0)
+    pages.store_kv(ops, worlds[1].cache, parts[1], put(v), batch, 0)
     np.testing.assert_allclose(
         ops.to_host(once), ops.to_host(parts[0]), rtol=tolerance, atol=tolerance
     )

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import attention as launcher
+from voltapile.kernels.cuda import pages
 from voltapile.kernels.cuda.compile import source_of
 from voltapile.kernels.cuda.launch import DeviceArray, Instance
 
@@ -71,7 +72,7 @@ class Emulated(emulation.EmulatedOps):  # type: ignore[misc, name-defined]
 @pytest.fixture(scope="module")
 def ops_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
     folder = tmp_path_factory.mktemp("emulated")
-    shared = {70: 96 << 10, 75: 64 << 10, 80: 160 << 10}
+    shared = {70: 96 << 10, 75: 64 << 10, 80: 160 << 10, 90: 227 << 10}
     return lambda arch: Emulated(arch, folder, shared[arch])
 
 
@@ -79,6 +80,12 @@ def ops_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
 def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launch has room for the pieces of more than one token or item."""
     monkeypatch.setattr(launcher, "PARTIAL_BYTES", 1)
+
+
+@pytest.fixture
+def whole_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block takes a piece alone: the CPU has no clusters."""
+    monkeypatch.setattr(launcher, "_blocks", lambda *_: 1)
 
 
 ARCHS = [70, pytest.param(75, marks=pytest.mark.slow), 80]
@@ -94,6 +101,20 @@ def test_generated_rows(ops_for: Callable[[int], Any], arch: int) -> None:
     for i in (0, 3, 4):
         alone = world.run(i, i + 1, 1)
         np.testing.assert_array_equal(alone[0], together[i])
+
+
+@pytest.mark.usefixtures("whole_pieces")
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0")], ids=str)
+def test_shares_of_a_piece(ops_for: Callable[[int], Any], types: tuple[str, str]) -> None:
+    """A block takes the shares of a piece in turn: some with one step, some with two, some none."""
+    ops = ops_for(90)
+    for window in (0, 300):
+        runs = [(0, 598, 2), (1, 5, 1), (2, 1100, 1)]
+        world = World(ops, ops.array, Case(runs, types=types, window=window))
+        together = world.run()
+        world.check(together)
+        for i in range(4):
+            np.testing.assert_array_equal(world.run(i, i + 1, 1)[0], together[i])
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -156,12 +177,13 @@ def test_many_launches_give_the_same(ops_for: Callable[[int], Any]) -> None:
 
 def test_prompt_kernels_fit_cards_with_little_shared_memory() -> None:
     for dim in launcher.HEAD_DIMS:
-        cache = launcher.CudaKv(None, None, None, 1, 1, dim, dim, "f16", "f16")  # type: ignore[arg-type]
+        cache = pages.CudaKv(None, None, None, 1, 1, dim, dim, "f16", "f16")  # type: ignore[arg-type]
         for arch, most in ((70, 96), (75, 64), (80, 163), (86, 99), (89, 99), (90, 227)):
             shape = launcher.prefill_shape(cache, arch)
             assert launcher.prefill_shared(*shape, arch) <= most << 10, (dim, arch)
-            for tiles in launcher.row_tiles(*cache.shape):
-                assert launcher.decode_shared(*cache.shape, tiles, arch) <= most << 10, (dim, arch)
+            own = launcher.shape_of(cache)
+            for tiles in launcher.row_tiles(*own):
+                assert launcher.decode_shared(*own, tiles, arch) <= most << 10, (dim, arch)
 
 
 @pytest.mark.parametrize("norms", [(False, False), (True, True), (False, True)], ids=str)
