@@ -102,6 +102,23 @@ def test_verify_rows_have_the_bits_of_single_rows(
     np.testing.assert_array_equal(world.run(outputs=14), together)  # and once more
 
 
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0")], ids=ids)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("window", [0, 700])
+def test_streams_have_the_bits_of_one(
+    cuda: Any, put: Any, window: int, dim: int, types: tuple[str, str]
+) -> None:
+    """Of many streams a block takes a whole piece, of one a cluster does (from sm_90 on)."""
+    contexts = [0, 63, 511, 700, 2047, 2048, 5000]
+    runs = [(slot, context, 1) for slot, context in enumerate(contexts)]
+    case = Case(runs, dim=dim, heads=16, kv_heads=8, types=types, window=window)
+    world = World(cuda, put, case)
+    together = world.run(outputs=len(runs))
+    world.check(together)
+    for i in range(len(runs)):
+        np.testing.assert_array_equal(world.run(i, i + 1, 1)[0], together[i])
+
+
 @pytest.mark.parametrize("types", TYPES, ids=ids)
 @pytest.mark.parametrize(("dim", "heads", "kv_heads"), SHAPES)
 def test_mixed_steps(
