@@ -30,6 +30,7 @@ class Crew:
         self.names = [f"text-{rank.rank}" for rank in plan.ranks]
         self.answers = self.names[plan.answer_rank]
         self.memory: dict[int, dict[str, tuple[int, int]]] = {}  # planned and allocated bytes
+        self.ports: dict[int, int] = {}  # of each rank's own /metrics, on its machine
         self._ready: dict[str, int] = {}  # name -> instance
         self._stages: dict[str, tuple[str, float]] = {}
 
@@ -56,6 +57,9 @@ class Crew:
         stage, fraction = stats.values.get("stage"), stats.values.get("fraction")
         if isinstance(stage, str) and isinstance(fraction, int | float):
             self._stages[stats.name] = stage, float(fraction)
+        port = stats.values.get("status port")
+        if isinstance(port, int | float) and stats.name in self.names:
+            self.ports[self.names.index(stats.name)] = int(port)
         memory = {
             purpose: (int(planned), int(stats.values.get(f"allocated {purpose}", 0)))
             for key, planned in stats.values.items()
@@ -68,6 +72,7 @@ class Crew:
         """All are started anew."""
         self._ready.clear()
         self._stages.clear()
+        self.ports.clear()
 
     def progress(self) -> list[Progress]:
         """Of each rank."""

@@ -170,6 +170,12 @@ class Engine:
         """(planned, allocated) bytes of each rank by purpose, once it has loaded."""
         return self._crew.memory
 
+    @property
+    def status_ports(self) -> list[int]:
+        """Where workers of this machine tell their own metrics."""
+        is_here = self.plan.endpoint.startswith("ipc://")
+        return list(self._crew.ports.values()) if is_here else []
+
     def stats(self) -> EngineStats:
         return replace(
             self._stats,

@@ -27,6 +27,7 @@ from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
 from voltapile.topology import affinity
 from voltapile.topology.endpoint import default_endpoint
+from voltapile.topology.notify import Notifier
 from voltapile.topology.plan import Plan
 from voltapile.workers import steplog
 from voltapile.workers.engine import Engine, Pending, open_engine
@@ -41,6 +42,7 @@ from voltapile.workers.protocol import (
     encode,
 )
 from voltapile.workers.seat import Seat
+from voltapile.workers.status import Status, StatusPort
 from zmq.utils.monitor import parse_monitor_message
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,8 @@ class StoppedError(Exception):
 
 class Worker:
     """One rank. is_spawned: a gateway started this process, stops it, and is its reason to live.
-    is_dummy: random weights instead of the file's."""
+    is_dummy: random weights instead of the file's. status_port: of /health and /metrics, 0: a free
+    one. notify: where systemd listens."""
 
     def __init__(
         self,
@@ -72,7 +75,10 @@ class Worker:
         record: Path | None = None,
         is_spawned: bool = False,
         is_dummy: bool = False,
+        status_port: int = 0,
+        notify: str = "",
     ) -> None:
+        self.status_port, self.notifier = status_port, Notifier(notify)
         self.plan, self.rank, self.record, self.is_spawned = plan, rank, record, is_spawned
         self.is_dummy = is_dummy
         self.name = f"text-{rank}"
@@ -96,6 +102,9 @@ class Worker:
         try:
             with contextlib.ExitStack() as resources:
                 self.board = resources.enter_context(self._join())
+                self.status = Status(self.board, self.plan.ranks[self.rank], self.plan.id)
+                port = StatusPort(self.status, self.status_port)
+                self.status_port = resources.enter_context(port).port
                 resources.enter_context(self._heart())
                 self._serve(resources)
         except StoppedError as reason:
@@ -109,6 +118,8 @@ class Worker:
             return 1
         finally:
             self.is_ending = True
+            self.notifier.stopping()
+            self.notifier.close()
             self.socket.disable_monitor()
             self.monitor.close()
             self.socket.close()
@@ -163,6 +174,7 @@ class Worker:
         """Tell how far loading is."""
         self._beat()
         self.board.publish(self.rank, "loading", stage, fraction)
+        self.notifier.status(f"loading: {stage} {fraction:.0%}")
         self._lost_gateway()
         if time.monotonic() >= self.next_stats:
             self.next_stats = time.monotonic() + STATS_SECONDS
@@ -172,11 +184,13 @@ class Worker:
     def _serve(self, resources: contextlib.ExitStack) -> None:
         engine = self._load(resources)
         self._memory = self._stats("ready", 1.0)
-        for purpose, (planned, allocated) in engine.memory().items():
+        self.status.memory = engine.memory()
+        for purpose, (planned, allocated) in self.status.memory.items():
             self._memory.values[f"planned {purpose}"] = planned
             self._memory.values[f"allocated {purpose}"] = allocated
         self.connected_at = time.monotonic()  # a patience that begins now
         self.board.publish(self.rank, "ready", "ready", 1.0)
+        self.notifier.ready("ready")
         self.log = resources.enter_context(self.record.open("ab")) if self.record else None
         self._note(self._ready())
         poller = zmq.Poller()
@@ -223,6 +237,7 @@ class Worker:
     def _finish(self, engine: Engine) -> None:
         """Tell the Result of the oldest Step."""
         result = engine.collect(self.pending.popleft())
+        self.status.step_done(result.seconds)
         if self.pending:
             self._begin(self.pending[0].step)
         else:
@@ -291,7 +306,8 @@ class Worker:
             raise StoppedError("no gateway is there")
 
     def _stats(self, stage: str, fraction: float) -> Stats:
-        return Stats(name=self.name, values={"stage": stage, "fraction": fraction})
+        told: dict[str, float | str] = {"stage": stage, "fraction": fraction}
+        return Stats(name=self.name, values={**told, "status port": self.status_port})
 
     def _ready(self) -> Ready:
         return Ready(
@@ -316,6 +332,7 @@ class Worker:
     # --- signs of life and of death -------------------------------------------------------
     def _beat(self) -> None:
         self.board.beat(self.rank)
+        self.notifier.beat()
         if self.board.aborted is not None:
             raise GroupError(f"the group was ended: {self.board.aborted}")
         if self.is_spawned and os.getppid() != self.parent:

@@ -9,6 +9,7 @@ from aiohttp import web
 from voltapile.gateway.api.errors import json_response
 from voltapile.gateway.api.services import SERVICES
 from voltapile.gateway.engine import EngineUnavailable, Health
+from voltapile.gateway.gather import gather
 from voltapile.gateway.metrics import CONTENT_TYPE
 
 
@@ -22,7 +23,9 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def metrics_text(request: web.Request) -> web.Response:
-    body = request.app[SERVICES].metrics.render()
+    """The gateway's own, and those of the workers that it can reach."""
+    services = request.app[SERVICES]
+    body = services.metrics.render() + await gather(services.engine.status_ports)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -13,8 +13,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack, ExitStack, suppress
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from voltapile.gateway.supervisor import Supervisor
     from voltapile.gateway.template import ChatTemplate
     from voltapile.gateway.tokenizer import Tokenizer
+    from voltapile.topology.notify import Notifier
     from voltapile.topology.plan import Plan
 
 LOOK_SECONDS = 0.05  # between two looks at the engine's health
+BEAT_SECONDS = 1.0  # between two signs of life for systemd
 PROGRESS_STEP = 0.25  # of a stage, between two lines
 # The numpy backend computes a Step in one breath and gives no sign of life meanwhile.
 SILENT_SECONDS = {"reference": 60.0}
@@ -50,6 +52,7 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", type=Path, metavar="FILE", help="keys, one a line")
     add("--max-gap-ms", type=milliseconds, default=250.0, metavar="MS",
         help="longest pause between a stream's tokens while other prompts are read")  # fmt: skip
+    add("--notify", default="", metavar="SOCKET", help="where systemd listens: ${NOTIFY_SOCKET}")
     add("--metrics", action=argparse.BooleanOptionalAction, default=True,
         help="serve /metrics for Prometheus")  # fmt: skip
 
@@ -81,6 +84,24 @@ def run(args: argparse.Namespace) -> int:
     if args.record:
         args.record.write_bytes(b"")  # workers append, so that a restart loses nothing
     return run_loop(Server(plan, args, starts_workers=True).run())
+
+
+@asynccontextmanager
+async def _beating(notifier: Notifier) -> AsyncIterator[None]:
+    """The event loop itself tells that it goes round."""
+
+    async def beat() -> None:
+        while True:
+            notifier.beat()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
@@ -123,9 +144,13 @@ class Server:
         from voltapile.gateway.api.app import listening
         from voltapile.gateway.engine import Engine
         from voltapile.gateway.supervisor import Pulse, Supervisor, plan_file, worker_command
+        from voltapile.topology.notify import Notifier
 
         async with AsyncExitStack() as stack:
             files = stack.enter_context(ExitStack())
+            notifier = Notifier(self.args.notify)
+            files.callback(notifier.close)
+            await stack.enter_async_context(_beating(notifier))
             self._take_signals(files)  # before there is anything to leave behind
             pulse = files.enter_context(Pulse(self.plan))
             if self.starts_workers:
@@ -141,8 +166,10 @@ class Server:
             url = await stack.enter_async_context(listening(app, self.args.host, self.args.port))
             self._say(f"{self._summary()}\n{url} listens; the model is loading")
             await stack.enter_async_context(engine)
+            notifier.ready(f"{url} listens")
             await self._report(engine, url)
             await self.stop.wait()
+            notifier.stopping()
             self._say("stopping")
         return 0
 

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from voltapile.gateway.cli.options import add_model_options, make_plan, read_plan
+from voltapile.gateway.cli.serve import port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=int, default=0, metavar="N", help="which rank of the Plan")
     add("--connect", default="", metavar="ENDPOINT", help="the gateway's ZeroMQ address")
     add("--record", type=Path, metavar="FILE", help="write every Step and Result here")
+    add("--status-port", type=port, default=0, metavar="N",
+        help="port of /health and /metrics on 127.0.0.1; 0: a free one")  # fmt: skip
+    add("--notify", default="", metavar="SOCKET", help="where systemd listens: ${NOTIFY_SOCKET}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,4 +35,5 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--rank {args.rank}: the plan has {len(plan.ranks)} rank(s)")
     if args.record:
         args.record.write_bytes(b"")
-    return Worker(plan, args.rank, args.connect, args.record).run()
+    status = {"status_port": args.status_port, "notify": args.notify}
+    return Worker(plan, args.rank, args.connect, args.record, **status).run()

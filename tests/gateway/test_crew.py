@@ -64,3 +64,12 @@ def test_memory_is_kept() -> None:
     found.hear(stats(1, **{"stage": "ready", "fraction": 1.0, "planned kv": 10, "allocated kv": 9}))
     found.hear(stats(1, stage="ready", fraction=1.0))
     assert found.memory == {1: {"kv": (10, 9)}}
+
+
+def test_where_workers_tell_their_own_metrics() -> None:
+    found = crew(2)
+    found.hear(stats(1, **{"status port": 8181.0}))
+    found.hear(stats(7, **{"status port": 1.0}))
+    assert found.ports == {1: 8181}
+    found.forget()
+    assert found.ports == {}

@@ -82,6 +82,7 @@ class ScriptedEngine:
         self.refusal: Exception | None = None
         self.health = Health("ok")
         self.memory = {1: {"kv": (200, 199)}}
+        self.status_ports: list[int] = []
         self.prompts: list[list[int]] = []
         self.sampling: list[Sampling] = []
         self.wants: list[Any] = []
