@@ -172,6 +172,32 @@ def test_replayed_steps_and_second_runs_have_the_same_bits(
     assert [s.said for s in run_together(engine, drive, prompts, 10)] == first
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("batch", [64, 128])
+def test_recorded_chunks_have_the_bits_of_eager_ones(
+    mini: Path, cuda_engine: Make, drive: Make, model: str, batch: int
+) -> None:
+    """By the few-row engine and by cuBLAS, at several places of a prompt."""
+    engine = cuda_engine(mini / model / "model-f16.gguf", context=512, batch_tokens=batch)
+    prompt = np.random.default_rng(9).integers(0, 640, 3 * batch).tolist()
+
+    def said() -> list[Any]:
+        driver, found = drive(engine), []
+        rows = driver.start(0, prompt, 8, chunk=batch)
+        rows[0].want = Want(logprobs=4)
+        for row in rows:
+            found += driver.step([row])
+        for _ in range(7):
+            found += driver.step([Row(slot=0)])
+        driver.release(0)
+        return [(answer.tokens, answer.logprobs) for answer in found]
+
+    assert set(engine.chunks) == {0, 1}
+    recorded = said()
+    engine.chunks = {}
+    assert said() == recorded
+
+
 def test_verify_rows_equal_single_rows(
     mini: Path, cuda_engine: Make, drive: Make, prompts: list[list[int]]
 ) -> None:
