@@ -66,7 +66,9 @@ class Search:
             with self.ops.scope():
                 seen = self.ops.attention(self.nothing, layer.kv, batch, layer.group, heads, 1.0)
                 if not np.isfinite(self.ops.to_host(seen)).all():
-                    return f"first in the keys and values of layer {number}"
+                    is_handed_on = number == self.share.layers[0] and not self.share.embeds
+                    since = " or before" if is_handed_on else ""
+                    return f"first in the keys and values of layer {number}{since}"
         return f"after the keys and values of layer {self.share.layers[-1]}"
 
     def _batch(self, row: Row) -> Batch:
