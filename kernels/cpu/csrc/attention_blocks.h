@@ -145,33 +145,32 @@ inline Vec round_units(Vec x, Vec inverse) {
   return at_most(at_least(x * inverse, splat(-127.0f)), splat(127.0f)) + magic - magic;
 }
 
+// x as a half holds it, unless it is so small that a half has fewer bits.
+inline Vec round_to_half(Vec x) {
+  const Vec wide = x * splat(8193.0f);  // 2^13 + 1
+  return wide - (wide - x);
+}
+
 // The scale of kBlock finite values: the one of 16, the largest value becoming 127.4, 126.9, ...
 // 119.9 units, that leaves the least error. (A tenth to a fifth less than always 127, squared.)
 inline std::uint16_t best_scale(const float* x, float most) {
-  std::uint16_t halves[16], best = 0;
-  float steps[16], inverses[16], errors[16];
-  for (int i = 0; i < 16; ++i) {
-    const float wanted = most / (127.4f - 0.5f * static_cast<float>(i));
-    halves[i] = to_half(wanted < 515.5f ? wanted : 515.5f);  // 127 times it is a half
-    steps[i] = half_to_float(halves[i]);
-    inverses[i] = steps[i] > 0.0f ? 1.0f / steps[i] : 0.0f;
-  }
+  constexpr float kUnits[16] = {127.4f, 126.9f, 126.4f, 125.9f, 125.4f, 124.9f, 124.4f, 123.9f,
+                                123.4f, 122.9f, 122.4f, 121.9f, 121.4f, 120.9f, 120.4f, 119.9f};
+  float steps[16], errors[16];
   for (int i = 0; i < 16; i += W) {
-    const Vec step = load(steps + i), inverse = load(inverses + i);
+    const Vec step = round_to_half(at_most(splat(most) / load(kUnits + i), splat(515.5f)));
+    const Vec inverse = step > splat(0.0f) ? splat(1.0f) / step : splat(0.0f);
     Vec error = splat(0.0f);
     for (std::int64_t d = 0; d < KvLayout::kBlock; ++d) {
       const Vec off = madd(-round_units(splat(x[d]), inverse), step, splat(x[d]));
       error = madd(off, off, error);
     }
+    store(steps + i, step);
     store(errors + i, error);
   }
-  float least = errors[0] + 1.0f;
-  for (int i = 0; i < 16; ++i) {
-    if (errors[i] > least || (errors[i] == least && halves[i] >= best)) continue;
-    least = errors[i];
-    best = halves[i];
-  }
-  return best;
+  int best = 0;
+  for (int i = 1; i < 16; ++i) best = errors[i] < errors[best] ? i : best;
+  return to_half(steps[best]);  // 127 times 515.5 is a half
 }
 
 // q8_0: integers to data[at + d * step], scales to scales[scale_at + d / kBlock * scale_step]. A

@@ -131,10 +131,14 @@ inline Vec load_bytes(const std::int8_t* p) {
 }
 
 inline float half_to_float(std::uint16_t h) {
+#if defined(__AVX2__)
+  return _cvtsh_ss(h);
+#else
   std::uint16_t padded[W] = {h};
   float part[W];
   store(part, load_half(padded));
   return part[0];
+#endif
 }
 
 // Round to nearest even; what is too large becomes the largest finite half.
