@@ -30,7 +30,7 @@ from voltapile.topology.spec import Spec
 
 MEASURED = Path(__file__).with_name("h200.json")
 CONTEXTS, STREAMS, PROMPTS = (512, 8192, 32768, 131072), (8, 32), (512, 2048, 8192, 32768)
-STREAM_CONTEXT = 128
+STREAM_CONTEXT = 512
 BATCH = 2048
 GPUS = [("NVIDIA H200", 90, 141), ("Tesla V100-SXM2-32GB", 70, 32)]
 HEADER = ("step", "GB", "TFLOP", "launches", "limit tok/s", "predicted", "of limit", "measured")
@@ -109,26 +109,41 @@ def show(model: Model, card: Card, measured: dict[str, Any], is_default_cache: b
 
 
 def fit(models: list[Model], card: Card, measured: dict[str, Any]) -> None:
-    """Least squares of relative errors; shares that come out senseless are left as they are."""
+    """Least squares of relative errors. What only few rows depend on may be fixed beforehand."""
     by_name = {model.name: model for model in models}
     rows = [row for row in measured["rows"] if row["model"] in by_name]
     works = [by_name[row["model"]].work_of(row) for row in rows]
     seconds = np.array([w.tokens / row["tok_s"] for w, row in zip(works, rows, strict=True)])
-    names = list(roofline.OURS)
+    names, fixed = list(roofline.OURS), measured["fixed"]
     costs = np.array([list(roofline.costs(work, card).values()) for work in works])
-    inverse = non_negative(costs / seconds[:, None])
+    known = np.array([1 / fixed.get(name, np.inf) for name in names])
+    left = (seconds - costs @ known) / seconds
+    inverse = np.array([1 / share for share in roofline.OURS.values()])
+    for _ in range(20):  # which of two parts binds a product follows from the shares
+        counted = binding(costs, inverse, names)
+        matrix = counted * [name not in fixed for name in names] / seconds[:, None]
+        inverse = known + non_negative(matrix, left)
     for name, value in zip(names, inverse, strict=True):
         print(f'    "{name}": {1 / value:.3g},' if value > 0 else f"    # {name}: nothing to fit")
-    for row, share in zip(rows, costs @ inverse / seconds, strict=True):
+    for row, share in zip(rows, counted @ inverse / seconds, strict=True):
         print(f"    # {row}: {share:.2f} of the measured time")
 
 
-def non_negative(matrix: np.ndarray) -> np.ndarray:
-    """x >= 0 that brings matrix @ x closest to ones, by leaving out what would be negative."""
+def binding(costs: np.ndarray, inverse: np.ndarray, names: list[str]) -> np.ndarray:
+    """costs without the part of each row's products that takes less time."""
+    pair = [names.index("weights"), names.index("few")]
+    less = np.argmin(costs[:, pair] * inverse[pair], axis=1)
+    found = costs.copy()
+    found[np.arange(len(costs)), np.array(pair)[less]] = 0
+    return found
+
+
+def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """x >= 0 that brings matrix @ x closest to target, by leaving out what would be negative."""
     active = list(np.flatnonzero(matrix.any(axis=0)))
     found = np.zeros(matrix.shape[1])
     while active:
-        solution = np.linalg.lstsq(matrix[:, active], np.ones(len(matrix)), rcond=None)[0]
+        solution = np.linalg.lstsq(matrix[:, active], target, rcond=None)[0]
         if (solution >= 0).all():
             found[active] = solution
             break

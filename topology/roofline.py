@@ -16,43 +16,51 @@ from voltapile.topology.gpu import Gpu
 from voltapile.topology.plan import CacheGroup, Placement, Plan
 from voltapile.topology.spec import Spec
 
+TILE = 8  # tokens of a tensor core's tile: fewer cost as much
 ROWS_AT_ONCE = 32  # tokens for which the engine of few rows reads a weight once
 MANY_ROWS = 96  # of a prompt, from which on a weight is unpacked to halves for cuBLAS
 LAYER_LAUNCHES, STEP_LAUNCHES = 8, 8  # of a decode step
 MANY_LAYER_LAUNCHES = 30  # of a prompt's layer, with its weights unpacked
 
 # Part of a card's name: (bytes a second that a plain read reaches, fp16 tensor FLOP/s that a large
-# product reaches). H200: measured for this project. V100: what public work reports, the middle of
-# 750 to 850 GB/s, and cuBLAS. The others: datasheets times the H200's shares of its own.
+# product reaches, instructions a second of all warps: four a clock and multiprocessor). H200:
+# measured for this project. V100: what public work reports, the middle of 750 to 850 GB/s, and
+# cuBLAS. The others: datasheets times the H200's shares of its own.
 REACHED_BYTES, REACHED_FLOPS = 3.95 / 4.8, 790 / 989
-KNOWN: dict[str, tuple[float, float]] = {
-    "H200": (3.95e12, 790e12),
-    "V100": (800e9, 98e12),
-    "H100 PCIe": (2.0e12 * REACHED_BYTES, 756e12 * REACHED_FLOPS),
-    "H100 NVL": (3.9e12 * REACHED_BYTES, 835e12 * REACHED_FLOPS),
-    "H100": (3.35e12 * REACHED_BYTES, 989e12 * REACHED_FLOPS),
-    "A100": (1.94e12 * REACHED_BYTES, 312e12 * REACHED_FLOPS),
-    "A40": (696e9 * REACHED_BYTES, 150e12 * REACHED_FLOPS),
-    "L40": (864e9 * REACHED_BYTES, 181e12 * REACHED_FLOPS),
-    "TITAN V": (653e9 * REACHED_BYTES, 110e12 * REACHED_FLOPS),
-    "T4": (320e9 * REACHED_BYTES, 65e12 * REACHED_FLOPS),
-    "RTX 2080 Ti": (616e9 * REACHED_BYTES, 54e12 * REACHED_FLOPS),
-    "TITAN RTX": (672e9 * REACHED_BYTES, 130e12 * REACHED_FLOPS),
-    "RTX 3090": (936e9 * REACHED_BYTES, 71e12 * REACHED_FLOPS),
-    "RTX 4090": (1.01e12 * REACHED_BYTES, 165e12 * REACHED_FLOPS),
-    "RTX 5090": (1.79e12 * REACHED_BYTES, 210e12 * REACHED_FLOPS),
+KNOWN: dict[str, tuple[float, float, float]] = {
+    "H200": (3.95e12, 790e12, 927e9),
+    "V100": (800e9, 98e12, 490e9),
+    "H100 PCIe": (2.0e12 * REACHED_BYTES, 756e12 * REACHED_FLOPS, 739e9),
+    "H100 NVL": (3.9e12 * REACHED_BYTES, 835e12 * REACHED_FLOPS, 845e9),
+    "H100": (3.35e12 * REACHED_BYTES, 989e12 * REACHED_FLOPS, 927e9),
+    "A100": (1.94e12 * REACHED_BYTES, 312e12 * REACHED_FLOPS, 609e9),
+    "A40": (696e9 * REACHED_BYTES, 150e12 * REACHED_FLOPS, 585e9),
+    "L40": (864e9 * REACHED_BYTES, 181e12 * REACHED_FLOPS, 1414e9),
+    "TITAN V": (653e9 * REACHED_BYTES, 110e12 * REACHED_FLOPS, 466e9),
+    "T4": (320e9 * REACHED_BYTES, 65e12 * REACHED_FLOPS, 216e9),
+    "RTX 2080 Ti": (616e9 * REACHED_BYTES, 54e12 * REACHED_FLOPS, 420e9),
+    "TITAN RTX": (672e9 * REACHED_BYTES, 130e12 * REACHED_FLOPS, 510e9),
+    "RTX 3090": (936e9 * REACHED_BYTES, 71e12 * REACHED_FLOPS, 556e9),
+    "RTX 4090": (1.01e12 * REACHED_BYTES, 165e12 * REACHED_FLOPS, 1290e9),
+    "RTX 5090": (1.79e12 * REACHED_BYTES, 210e12 * REACHED_FLOPS, 1639e9),
 }
-# FLOP for each byte, of a card that is not listed and tells its memory's clock and width.
+# For each byte, of a card that is not listed and tells its memory's clock and width.
 FLOPS_A_BYTE = {70: 125, 75: 90, 80: 160, 86: 76, 89: 163, 90: 290, 100: 280, 120: 117}
+ISSUES_A_BYTE = 0.3
+# Of a product of few rows, whose instructions unpack weights: ncu counts 400 in 16 x 256 of Q4_K,
+# which serve eight tokens.
+FLOP_AN_ISSUE = 2 * 16 * 256 * 8 / 400
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a GPU reaches: bytes and fp16 tensor FLOP a second. is_measured: by this project."""
+    """What a GPU reaches: bytes, fp16 tensor FLOP, and instructions of warps, a second.
+    is_measured: by this project."""
 
     name: str
     bandwidth: float
     flops: float
+    issues: float
     is_measured: bool = False
 
 
@@ -80,28 +88,30 @@ class Work:
         return Work(*map(add, astuple(self), astuple(other)))
 
 
-# What the cuda backend reaches of bandwidth or arithmetic, and launches a second. Fitted to
-# the H200 of docs/benchmarks.md by bench/roofline.py --fit.
+# What the cuda backend reaches of bandwidth or arithmetic, and launches a second. Of one H200: some
+# measured alone, the others fitted by bench/roofline.py --fit. One stream comes out within 5 % of
+# what was measured, several up to a third too fast.
 OURS = {
-    "weights": 0.55,
-    "cache": 0.703,
-    "few": 0.041,
-    "many": 0.684,
-    "attention": 0.354,
-    "launch": 1.34e6,
+    "weights": 0.82,
+    "cache": 0.85,
+    "few": 0.41,
+    "many": 0.738,
+    "attention": 0.332,
+    "launch": 4.3e5,
 }
 
 
 def card_of(gpu: Gpu) -> Card | None:
     """None for a card that is neither listed nor tells enough."""
-    for part, (bandwidth, flops) in KNOWN.items():
+    for part, speeds in KNOWN.items():
         if part in gpu.name:
-            return Card(gpu.name, bandwidth, flops, part == "H200")
+            return Card(gpu.name, *speeds, is_measured=part == "H200")
     known = [arch for arch in FLOPS_A_BYTE if arch <= gpu.arch]
     if not gpu.bandwidth or not known:
         return None
     flops = gpu.bandwidth * FLOPS_A_BYTE[max(known)]
-    return Card(gpu.name, gpu.bandwidth * REACHED_BYTES, flops * REACHED_FLOPS)
+    issues = gpu.bandwidth * ISSUES_A_BYTE
+    return Card(gpu.name, gpu.bandwidth * REACHED_BYTES, flops * REACHED_FLOPS, issues)
 
 
 def decode(spec: Spec, plan: Plan, contexts: Sequence[int]) -> Work:
@@ -129,16 +139,19 @@ def prefill(spec: Spec, plan: Plan, tokens: int, start: int = 0) -> Work:
 
 
 def seconds(work: Work, card: Card, shares: Mapping[str, float] = OURS) -> float:
-    """Predicted. Parts add up, since each kernel is bound by one of them."""
-    return sum(each / shares[name] for name, each in costs(work, card).items())
+    """Predicted. Parts add up, since each kernel is bound by one of them; products of few rows are
+    bound by their weights or by their arithmetic, whichever takes longer."""
+    parts = {name: each / shares[name] for name, each in costs(work, card).items()}
+    return sum(parts.values()) - min(parts["weights"], parts["few"])
 
 
 def costs(work: Work, card: Card) -> dict[str, float]:
     """Seconds of each part at the card's full speed, and launches."""
+    rounded = -(-work.tokens // TILE) * TILE / max(1, work.tokens)
     return {
         "weights": work.weights / card.bandwidth,
         "cache": work.cache / card.bandwidth,
-        "few": work.few / card.flops,
+        "few": work.few * rounded / (card.issues * FLOP_AN_ISSUE),
         "many": work.many / card.flops,
         "attention": work.attention / card.flops,
         "launch": float(work.launches),

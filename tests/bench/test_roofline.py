@@ -46,9 +46,9 @@ def test_a_fit_finds_what_it_was_made_of(program: ModuleType) -> None:
     rng = np.random.default_rng(0)
     costs, inverse = rng.uniform(0, 1, (12, 4)), np.array([1.5, 0.0, 2.0, 7.0])
     seconds = costs @ inverse
-    found = program.non_negative(costs / seconds[:, None])
+    found = program.non_negative(costs / seconds[:, None], np.ones(12))
     np.testing.assert_allclose(found, inverse, atol=1e-9)
     costs[:, 2] = 0  # nothing says how much this one counts
-    found = program.non_negative(costs / (costs @ inverse)[:, None])
+    found = program.non_negative(costs / (costs @ inverse)[:, None], np.ones(12))
     assert found[2] == 0
     assert (found >= 0).all()

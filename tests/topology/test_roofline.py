@@ -42,7 +42,7 @@ PLAN = Plan(
     caches=[group([0, 1], 0), group([2], 100)], tensors=TENSORS,
 )  # fmt: skip
 READ = 6400 // 32 * 18 + 6400
-CARD = Card("any", 1e9, 1e12)
+CARD = Card("any", 1e9, 1e12, 1e12 / roofline.FLOP_AN_ISSUE)
 
 
 def test_a_decode_step_by_hand() -> None:
@@ -91,9 +91,11 @@ def test_a_short_prompt_takes_the_engine_of_few_rows() -> None:
 
 def test_seconds_add_up_and_none_is_below_the_limit() -> None:
     shares = dict.fromkeys(roofline.OURS, 0.5) | {"launch": 100.0}
-    work = Work(tokens=1, weights=1e9, cache=5e8, few=1e12, attention=2e12, launches=7)
-    assert roofline.seconds(work, CARD, shares) == pytest.approx(2 * (1 + 0.5 + 1 + 2) + 0.07)
-    assert roofline.limit(work, CARD) == 3.0
+    work = Work(tokens=6, weights=1e9, cache=5e8, few=5e11, attention=2e12, launches=7)
+    assert roofline.seconds(work, CARD, shares) == pytest.approx(2 * (1 + 0.5 + 2) + 0.07)
+    many = Work(tokens=12, weights=1e9, few=3e12, many=4e12)
+    assert roofline.seconds(many, CARD, shares) == pytest.approx(2 * (3 * 16 / 12 + 4))
+    assert roofline.limit(work, CARD) == 2.5
     assert roofline.limit(Work(weights=4e9, few=1e12), CARD) == 4.0
     assert roofline.limit(Work(weights=4e9, many=1e12), CARD) == 1.0
     for step in (roofline.decode(SPEC, PLAN, [9]), roofline.prefill(SPEC, PLAN, 350)):
