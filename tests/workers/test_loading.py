@@ -12,7 +12,7 @@ import pytest
 from voltapile.workers import engine as engine_module
 from voltapile.workers import loading
 from voltapile.workers.engine import open_engine
-from voltapile.workers.loading import Stages, shortage
+from voltapile.workers.loading import Stages, beside, comparison, shortage
 
 
 def test_stages_are_timed_and_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +70,14 @@ def test_a_shortage_is_told_beside_the_plan(
 def test_bytes_are_readable() -> None:
     told = str(shortage(MemoryError(), {"weights": 3 << 30, "kv": 512 << 20}))
     assert told.startswith("out of memory; the plan has weights 3.00 GiB, kv 512.0 MiB: 3.50 GiB")
+
+
+def test_planned_and_allocated_bytes_side_by_side() -> None:
+    planned = {"weights": 3 << 30, "kv": 512 << 20, "slots": 1 << 20, "reserve": 7}
+    found = beside(planned, {"kv": 511 << 20, "weights": 3 << 30, "constants": 9})
+    assert found == {"kv": (512 << 20, 511 << 20), "weights": (3 << 30, 3 << 30)}
+    assert comparison(found) == (
+        "memory planned / allocated: kv 512.0 MiB / 511.0 MiB, weights 3.00 GiB / 3.00 GiB"
+    )
+    together = beside(planned, {"caches and slots": 520 << 20})
+    assert together == {"caches and slots": (513 << 20, 520 << 20)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from voltapile.kernels.reference.ops import ReferenceOps
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.architectures import spec_of
-from voltapile.topology.share import whole
+from voltapile.topology.share import tensor_shares, whole
 from voltapile.workers.models.blocks import qkv
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.weights import FileWeights
@@ -78,3 +80,56 @@ def test_a_fused_projection_is_cut(mini: Path, tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_named() -> None:
     with pytest.raises(ValueError, match="'mamba' is not supported; supported: gemma3, llama, q"):
         model_class("mamba")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K_M"])
+def test_ranks_have_what_together_is_the_whole(golden: Path, kind: str, ranks: int) -> None:
+    """Rows are cut anywhere, columns at blocks; a block that two ranks need is kept by both."""
+    ops = ReferenceOps()
+    with Gguf.open(golden / f"llama-tied/model-{kind}.gguf") as file:
+        spec = spec_of(file)
+        shares = tensor_shares(spec, [1.0] * ranks, 256 if kind == "Q4_K_M" else 32)
+        parts = [FileWeights(file, ops, spec, share) for share in shares]
+        alone = FileWeights(file, ops, spec, whole(spec))
+        for name, begin in (("attn_q", "heads"), ("attn_v", "kv_heads"), ("ffn_up", "ffn")):
+            dense = ops.dense(alone(f"blk.1.{name}.weight"))
+            size = {"ffn": 1}.get(begin, spec.key_dim)
+            for share, weights in zip(shares, parts, strict=True):
+                first, last = getattr(share, begin)
+                found = weights.optional(f"blk.1.{name}.weight")
+                rows = dense[first * size : last * size]
+                assert (found is None) == (len(rows) == 0)
+                if found is not None:
+                    np.testing.assert_array_equal(ops.dense(found), rows)
+        for name, begin in (("attn_output", "heads"), ("ffn_down", "ffn")):
+            dense = ops.dense(alone(f"blk.1.{name}.weight"))
+            size = {"ffn": 1}.get(begin, spec.value_dim)
+            for share, weights in zip(shares, parts, strict=True):
+                first, last = (edge * size for edge in getattr(share, begin))
+                found = weights.optional(f"blk.1.{name}.weight")
+                assert (found is None) == (first == last)
+                if found is not None:
+                    start = weights.first_column(f"blk.1.{name}.weight")
+                    assert start <= first < last <= start + found.shape[1]
+                    columns = dense[:, start : start + found.shape[1]]
+                    np.testing.assert_array_equal(ops.dense(found), columns)
+
+
+def test_only_cut_columns_are_copied(mini: Path, plan_for: Callable[..., Any]) -> None:
+    """Into the bytes that the Plan has for them; the file is not copied."""
+    plan = plan_for(mini / "llama/model-f16.gguf", "cpu", ranks=2)
+    with Gguf.open(plan.model[0]) as file:
+        spec, ops = spec_of(file), ReferenceOps()
+        for rank in plan.ranks:
+            weights = FileWeights.of_plan(file, ops, spec, plan, rank.rank, lambda fraction: None)
+            assert weights.pages is not None
+            assert weights.pages.nbytes == rank.memory["weights"]
+            model = model_class("llama")(spec, rank.share, weights, ops)
+            for layer, block in model.blk.items():
+                down, up = block.ffn.ffn_down.weight.data, block.ffn.ffn_up.data
+                assert not np.shares_memory(down, file.data(f"blk.{layer}.ffn_down.weight"))
+                assert np.shares_memory(up, file.data(f"blk.{layer}.ffn_up.weight"))
+            assert 0.99 < weights.done / weights.total <= 1
+    one = plan_for(mini / "llama/model-f16.gguf", "cpu")
+    assert one.ranks[0].memory["weights"] == 0
