@@ -22,9 +22,9 @@ def load(
 
     device, choices: a Plan's, e.g. "cuda:0"; what it says of whatever changes bits."""
     if name == "cpu":
-        from voltapile.kernels.cpu.ops import CpuOps
+        from voltapile.kernels.cpu.families import CpuFamilyOps
 
-        return CpuOps(threads, scratch_bytes, cpus, heartbeat, abort)
+        return CpuFamilyOps(threads, scratch_bytes, cpus, heartbeat, abort)
     if name == "reference":
         from voltapile.kernels.reference.families import ReferenceFamilyOps
 

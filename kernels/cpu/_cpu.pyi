@@ -109,7 +109,126 @@ class Engine:
     def send(self, x: Array, target: int) -> None: ...
     def receive(self, x: Array, source: int) -> None: ...
     def place(self, x: Array, out: Array, offset: int) -> None: ...
+    def round_bf16(self, x: Array, out: Array) -> None: ...
+    def route(
+        self, logits: Array, generated: int, chosen: Array, weights: Array, counts: Array
+    ) -> None: ...
+    def experts(
+        self,
+        x: Array,
+        chosen: Array,
+        weights: Array,
+        matrices: Sequence[Matrix],
+        count: int,
+        first: int,
+        out: Array,
+        accumulate: bool,
+        quantised: Array,
+        inner: Array,
+        inner_quantised: Array,
+        outputs: Array,
+        lists: Array,
+    ) -> None: ...
+    def silu(self, x: Array, scale: float) -> None: ...
+    def gate(self, y: Array, gates: Array) -> None: ...
+    def gate_rows(self, y: Array, x: Array, weight: Array) -> None: ...
+    def split_heads(self, x: Array, width: int, first: Array, second: Array) -> None: ...
+    def delta_net(
+        self,
+        inputs: Sequence[Array],
+        weights: Sequence[Array],
+        key_head_of: Sequence[int],
+        key_heads: int,
+        eps: float,
+        gates_by_sigmoid: bool,
+        history: tuple[Array, Array, Array],
+        state: Sequence[Array],
+        batch: Batch,
+        out: Array,
+    ) -> None: ...
+    def streams(self, x: Array, out: Array) -> None: ...
+    def stream_norm(self, x: Array, weight: Array, width: int, eps: float, out: Array) -> None: ...
+    def stream_mix(self, x: Array, gates: Array, out: Array) -> None: ...
+    def stream_add(self, x: Array, inject: Array, y: Array) -> None: ...
+    def ngram_rows(
+        self,
+        batch: Batch,
+        multipliers: Sequence[int],
+        moduli: Sequence[int],
+        offsets: Sequence[int],
+        boundary: int,
+        rows: Array,
+    ) -> None: ...
+    def embed_rows(self, table: Matrix, rows: Array, out: Array) -> None: ...
+    def ngram_add(
+        self,
+        x: Array,
+        key: Array,
+        value: Array,
+        weights: Sequence[Array],
+        dilation: int,
+        history: tuple[Array, Array, Array],
+        batch: Batch,
+        eps: float,
+        added: Array,
+        normed: Array,
+    ) -> None: ...
+    def index_store(
+        self,
+        ring: Array,
+        pooled: Array,
+        page_tokens: int,
+        block: int,
+        keys: Array,
+        norm: Array,
+        inv_freq: Array,
+        scale: float,
+        eps: float,
+        slots: Array,
+        positions: Array,
+        table: Array,
+    ) -> None: ...
+    def choose_blocks(
+        self,
+        ring: Array,
+        pooled: Array,
+        page_tokens: int,
+        block: int,
+        q: Array,
+        heads: int,
+        slots: Array,
+        positions: Array,
+        table: Array,
+        scores: Array,
+        chosen: Array,
+        counts: Array,
+    ) -> None: ...
+    def attention_to(
+        self,
+        q: Array,
+        out: Array,
+        cache: KvCache,
+        chosen: Array,
+        counts: Array,
+        block: int,
+        slots: Array,
+        positions: Array,
+        table: Array,
+        head_map: Sequence[int],
+        scale: float,
+        nodes: Array,
+    ) -> None: ...
 
+def chosen_node_floats(
+    cache: KvCache,
+    chosen: Array,
+    counts: Array,
+    block: int,
+    slots: Array,
+    positions: Array,
+    table: Array,
+    head_map: Sequence[int],
+) -> int: ...
 def is_supported(type: int) -> bool: ...
 def unpack_to(type: int, data: Array, out: Array) -> None: ...
 def quantised_bytes(tokens: int, cols: int) -> int: ...

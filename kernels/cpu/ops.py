@@ -16,24 +16,13 @@ import numpy as np
 from voltapile.kernels.cpu import _cpu
 from voltapile.kernels.cpu.collectives import CpuCollectives
 from voltapile.kernels.cpu.scratch import Scratch, counted_bytes
+from voltapile.kernels.cpu.weights import CpuWeight, bias_of, matrix_of, unpack, vector_of
 from voltapile.kernels.ops import Arrived, Batch, SlotState, StepOutput, Weight, rope_store_in_parts
 from voltapile.shm.formats import format_of
 
 KV_TYPES = {"f16": (1, 2), "f32": (1, 4), "q8_0": (16, 18)}  # values, bytes of a block
 OVERRUN = 128  # bytes that kernels may read past the last value
 ACTIVATIONS = ("silu", "gelu_tanh")
-
-
-@dataclass(eq=False)
-class CpuWeight:
-    """A matrix in the form of the file, or a vector in float32."""
-
-    shape: tuple[int, ...]
-    nbytes: int
-    matrix: _cpu.Matrix | None = None
-    vector: np.ndarray | None = None
-    data: np.ndarray | None = None  # the matrix's bytes
-    kind: int = 0  # its GGUF type
 
 
 @dataclass(eq=False)
@@ -107,7 +96,7 @@ class CpuOps(CpuCollectives):
         if len(shape) > 1:
             matrix = _cpu.Matrix(data.reshape(-1), kind.id, rows, shape[-1])
             return CpuWeight(tuple(shape), data.nbytes, matrix, None, data, kind.id)
-        vector = data.view(np.float32) if type_name == "F32" else unpack(data, type_name, shape[0])
+        vector = data.view(np.float32) if type_name == "F32" else unpack(data, kind.id, shape[0])
         return CpuWeight(tuple(shape), vector.nbytes, vector=vector)
 
     def weight_rows(self, weight: Weight, start: int, stop: int) -> CpuWeight:
@@ -118,8 +107,11 @@ class CpuOps(CpuCollectives):
         return CpuWeight(shape, 0, _cpu.Matrix(data, weight.kind, *shape), None, data, weight.kind)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return self._counted(shape, dtype, "slots")
+
+    def _counted(self, shape: tuple[int, ...], dtype: Any, purpose: str) -> np.ndarray:
         nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        return np.ndarray(shape, dtype, counted_bytes(self.taken, "slots", nbytes))
+        return np.ndarray(shape, dtype, counted_bytes(self.taken, purpose, nbytes))
 
     def kv_cache(
         self,
@@ -200,7 +192,7 @@ class CpuOps(CpuCollectives):
     # --- models ---------------------------------------------------------------------------
     def embed(self, table: Weight, tokens: np.ndarray, scale: float = 1.0) -> np.ndarray:
         out = self._scratch.array((len(tokens), table.shape[1]))
-        self._engine.embed(_matrix(table), tokens, out, scale)
+        self._engine.embed(matrix_of(table), tokens, out, scale)
         return out
 
     def rms_norm(
@@ -209,7 +201,7 @@ class CpuOps(CpuCollectives):
         assert x.shape[-1] % weight.shape[0] == 0, (x.shape, weight.shape)
         assert add_to is None or add_to.shape == x.shape, (add_to.shape, x.shape)
         out = self._scratch.array(x.shape) if add_to is None else add_to
-        self._engine.rms_norm(x, _vector(weight), out, eps, add_to is not None)
+        self._engine.rms_norm(x, vector_of(weight), out, eps, add_to is not None)
         return out
 
     def softcap_(self, x: np.ndarray, cap: float) -> np.ndarray:
@@ -254,10 +246,10 @@ class CpuOps(CpuCollectives):
             self._engine.glu(
                 x,
                 len(x),
-                _matrix(gate),
-                _matrix(up),
-                _bias(gate_bias, gate),
-                _bias(up_bias, up),
+                matrix_of(gate),
+                matrix_of(up),
+                bias_of(gate_bias, gate),
+                bias_of(up_bias, up),
                 activation == "gelu_tanh",
                 out,
                 self._quantised(x),
@@ -353,8 +345,8 @@ class CpuOps(CpuCollectives):
     ) -> None:
         for weight in weights:
             assert weight.shape[1:] == x.shape[1:], (x.shape, weight.shape)
-        vectors = [_bias(b, w) for b, w in zip(biases, weights, strict=True)]
-        matrices = [_matrix(weight) for weight in weights]
+        vectors = [bias_of(b, w) for b, w in zip(biases, weights, strict=True)]
+        matrices = [matrix_of(weight) for weight in weights]
         with self._scratch.scope():
             self._engine.linears(x, len(x), matrices, vectors, outs, accumulate, self._quantised(x))
 
@@ -362,13 +354,6 @@ class CpuOps(CpuCollectives):
         """Scratch for x in the form that products take. It may be given back as soon as the
         command is recorded: commands run in order, and only this one uses it."""
         return self._scratch.array((_cpu.quantised_bytes(*x.shape),), np.uint8)
-
-
-def unpack(data: np.ndarray, type_name: str, n: int) -> np.ndarray:
-    """float32[n] of raw bytes, by the scalar definition of the format."""
-    out = np.empty(n, np.float32)
-    _cpu.unpack_to(format_of(type_name).id, data.reshape(-1), out)
-    return out
 
 
 def _kv_bytes(kv_type: str, dim: int) -> int:
@@ -379,22 +364,3 @@ def _kv_bytes(kv_type: str, dim: int) -> int:
     if dim % length:
         raise ValueError(f"cache type {kv_type}: heads of {dim} are no multiple of {length}")
     return dim // length * nbytes
-
-
-def _matrix(weight: Weight) -> _cpu.Matrix:
-    assert isinstance(weight, CpuWeight)
-    assert weight.matrix is not None, "a vector where a matrix is needed"
-    return weight.matrix
-
-
-def _vector(weight: Weight) -> np.ndarray:
-    assert isinstance(weight, CpuWeight)
-    assert weight.vector is not None, "a matrix where a vector is needed"
-    return weight.vector
-
-
-def _bias(bias: Weight | None, weight: Weight) -> np.ndarray | None:
-    if bias is None:
-        return None
-    assert bias.shape == weight.shape[:1], (bias.shape, weight.shape)
-    return _vector(bias)

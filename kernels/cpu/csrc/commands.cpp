@@ -98,30 +98,8 @@ struct Attention final : Command {
   void run(Team& team) override { function(args, team); }
   AttentionArgs args;
   void (*function)(const AttentionArgs&, Team&);
-  std::vector<std::int32_t> heads;  // in the order of groups
-  std::vector<HeadGroup> groups;
+  Heads heads;
 };
-
-// Heads of one kv head, at most max_rows together.
-void group_heads(const std::vector<std::int32_t>& head_map, Attention& command) {
-  const AttentionArgs& args = command.args;
-  command.heads.reserve(head_map.size());
-  for (std::int64_t kv = 0; kv < args.cache.kv_heads; ++kv) {
-    HeadGroup group{kv, 0, nullptr};
-    for (std::size_t h = 0; h < head_map.size(); ++h) {
-      if (head_map[h] != kv) continue;
-      if (group.count == args.max_rows) {
-        command.groups.push_back(group);
-        group.count = 0;
-      }
-      command.heads.push_back(static_cast<std::int32_t>(h));
-      if (group.count++ == 0) group.heads = &command.heads.back();
-    }
-    if (group.count > 0) command.groups.push_back(group);
-  }
-  command.args.groups = command.groups.data();
-  command.args.num_groups = static_cast<std::int64_t>(command.groups.size());
-}
 
 }  // namespace
 
@@ -161,15 +139,33 @@ std::unique_ptr<Command> make_store_kv(const StoreKvArgs& args) {
   return make_call(kernels().store_kv, args);
 }
 
+Heads::Heads(const std::vector<std::int32_t>& head_map, std::int64_t kv_heads,
+             std::int64_t max_rows) {
+  for (std::int32_t kv : head_map) {
+    if (kv < 0 || kv >= kv_heads) {
+      throw std::invalid_argument("head_map names kv head " + std::to_string(kv) + " of " +
+                                  std::to_string(kv_heads));
+    }
+  }
+  heads.reserve(head_map.size());
+  for (std::int64_t kv = 0; kv < kv_heads; ++kv) {
+    HeadGroup group{kv, 0, nullptr};
+    for (std::size_t h = 0; h < head_map.size(); ++h) {
+      if (head_map[h] != kv) continue;
+      if (group.count == max_rows) {
+        groups.push_back(group);
+        group.count = 0;
+      }
+      heads.push_back(static_cast<std::int32_t>(h));
+      if (group.count++ == 0) group.heads = &heads.back();
+    }
+    if (group.count > 0) groups.push_back(group);
+  }
+}
+
 std::unique_ptr<Command> make_attention(const AttentionArgs& args,
                                         const std::vector<std::int32_t>& head_map,
                                         std::int64_t local_bytes) {
-  for (std::int32_t kv : head_map) {
-    if (kv < 0 || kv >= args.cache.kv_heads) {
-      throw std::invalid_argument("head_map names kv head " + std::to_string(kv) + " of " +
-                                  std::to_string(args.cache.kv_heads));
-    }
-  }
   auto command = std::make_unique<Attention>();
   command->args = args;
   command->function = kernels().attention;
@@ -180,7 +176,9 @@ std::unique_ptr<Command> make_attention(const AttentionArgs& args,
                                 " dimensions do not fit in " + std::to_string(local_bytes) +
                                 " bytes a thread");
   }
-  group_heads(head_map, *command);
+  command->heads = Heads(head_map, args.cache.kv_heads, command->args.max_rows);
+  command->args.groups = command->heads.groups.data();
+  command->args.num_groups = static_cast<std::int64_t>(command->heads.groups.size());
   return command;
 }
 

@@ -49,6 +49,16 @@ std::unique_ptr<Command> make_gather(const float* x, std::int64_t rows, const st
                                      std::int64_t count, std::int64_t cols, float* out);
 // x = cap * tanh(x / cap), in place.
 std::unique_ptr<Command> make_softcap(float* x, std::int64_t count, float cap);
+
+// Query heads by the kv head that they read, at most max_rows together. Throws
+// std::invalid_argument if head_map names a kv head that there is not.
+struct Heads {
+  Heads() = default;
+  Heads(const std::vector<std::int32_t>& head_map, std::int64_t kv_heads, std::int64_t max_rows);
+  std::vector<std::int32_t> heads;  // in the order of groups, which point into it
+  std::vector<HeadGroup> groups;
+};
+
 std::unique_ptr<Command> make_store_kv(const StoreKvArgs& args);
 // Fills in groups and rows of args; throws std::invalid_argument if head_map names a kv head that
 // the cache does not have, or a row does not fit in local_bytes.

@@ -49,6 +49,9 @@ std::unique_ptr<Command> make_glu(const float* x, std::int64_t tokens, const Mat
 // out [tokens, D] = rows of table, times scale.
 std::unique_ptr<Command> make_embed(const Matrix* table, const std::int32_t* tokens,
                                     std::int64_t num_tokens, float scale, float* out);
+// The same for a table of more rows than tokens.
+std::unique_ptr<Command> make_embed_rows(const Matrix* table, const std::int64_t* rows,
+                                         std::int64_t count, float* out);
 
 // Scalar unpack of n values from data, the truth of kernels/formats. Throws std::invalid_argument
 // for an unknown type, for a part of a block and where the bytes are too few.

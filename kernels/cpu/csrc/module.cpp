@@ -9,53 +9,12 @@
 
 #include "commands.h"
 #include "matmul.h"
-#include "python_engine.h"
+#include "python_objects.h"
 
 using namespace nanobind::literals;
 
 namespace voltapile {
 namespace {
-
-// A Matrix and the owner of its bytes.
-struct MatrixObject {
-  MatrixObject(Array<const std::uint8_t> data, int type, std::int64_t rows, std::int64_t cols)
-      : data(data) {
-    if (!is_supported(type)) throw std::invalid_argument("unsupported tensor type");
-    matrix.type = type;
-    matrix.rows = rows;
-    matrix.cols = cols;
-    matrix.row_bytes = rows ? static_cast<std::int64_t>(data.size()) / rows : 0;
-    matrix.data = data.data();
-  }
-  Array<const std::uint8_t> data;
-  Matrix matrix;
-};
-
-struct CacheObject {
-  CacheObject(BytesOut keys, BytesOut values, std::int64_t pages, std::int64_t kv_heads,
-              std::int64_t page_tokens, std::int64_t key_dim, std::int64_t value_dim,
-              const std::string& key_type, const std::string& value_type)
-      : keys(keys), values(values) {
-    layout = {keys.data(), values.data(), kv_type(key_type), kv_type(value_type),
-              pages, kv_heads, page_tokens, pitch(page_tokens), key_dim, value_dim};
-    const auto bytes = [](const BytesOut& x) { return static_cast<std::int64_t>(x.size()); };
-    if (bytes(keys) < pages * kv_heads * layout.key_head_bytes() ||
-        bytes(values) < pages * kv_heads * layout.value_head_bytes() + 128) {
-      throw std::invalid_argument("kv cache: the arrays are too small");
-    }
-  }
-  static std::int64_t pitch(std::int64_t page_tokens) {
-    return (page_tokens + KvLayout::kPitch - 1) / KvLayout::kPitch * KvLayout::kPitch;
-  }
-  static KvType kv_type(const std::string& name) {
-    if (name == "f32") return KvType::f32;
-    if (name == "f16") return KvType::f16;
-    if (name == "q8_0") return KvType::q8_0;
-    throw std::invalid_argument("kv cache: unknown type " + name);
-  }
-  BytesOut keys, values;
-  KvLayout layout;
-};
 
 // --- the records of kernels/ops.py, by attribute --------------------------------------------------
 
@@ -136,17 +95,6 @@ struct OutputArrays {
   IntsOut tokens, finish, logprob_ids;
   FloatsOut logprobs;
 };
-
-Places places(const Ints& slots, const Ints& positions, const Ints& table) {
-  return {slots.data(), positions.data(), table.data(), static_cast<std::int64_t>(table.shape(1)),
-          static_cast<std::int64_t>(positions.size())};
-}
-
-const Matrix* matrix_of(nb::handle object) { return &nb::cast<MatrixObject&>(object).matrix; }
-
-const float* data_or_null(const std::optional<Floats>& x) { return x ? x->data() : nullptr; }
-
-std::int64_t length(const Floats& x) { return static_cast<std::int64_t>(x.size()); }
 
 // --- ops: each makes a Command and submits it -----------------------------------------------------
 
@@ -311,6 +259,7 @@ NB_MODULE(_cpu, m) {
            maybe("up_bias"), "gelu"_a, same("out"), same("quantised"));
 
   bind_group(m, engine);
+  bind_families(m, engine);
   m.def("is_supported", is_supported, "type"_a);
   m.def("unpack_to", unpack_to, "type"_a, same("data"), same("out"));
   m.def("quantised_bytes", quantised_bytes, "tokens"_a, "cols"_a);

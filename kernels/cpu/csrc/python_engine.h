@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -104,6 +105,7 @@ class Engine {
   nb::object owner_;  // of the group
 };
 
-void bind_group(nb::module_& module, nb::class_<Engine>& engine);  // module_group.cpp
+void bind_group(nb::module_& module, nb::class_<Engine>& engine);     // module_group.cpp
+void bind_families(nb::module_& module, nb::class_<Engine>& engine);  // module_families.cpp
 
 }  // namespace voltapile

@@ -1,6 +1,6 @@
 # The sources of the matrix products and the flags of each instruction set. Needs `csrc`.
 set(matmul_sources
-  "${csrc}/matmul.cpp" "${csrc}/matmul_isa.cpp" "${csrc}/matmul_unpack.cpp"
+  "${csrc}/matmul.cpp" "${csrc}/experts.cpp" "${csrc}/matmul_isa.cpp" "${csrc}/matmul_unpack.cpp"
   "${csrc}/codebooks.cpp"
   "${csrc}/gemm_plain.cpp" "${csrc}/gemm_avx2.cpp" "${csrc}/gemm_avx512.cpp")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")

@@ -4,4 +4,5 @@
 
 namespace voltapile {
 const Kernels kernels_avx2 = avx2::make_kernels();
+const FamilyKernels families_avx2 = avx2::make_families();
 }

@@ -4,4 +4,5 @@
 
 namespace voltapile {
 const Kernels kernels_avx512 = avx512::make_kernels();
+const FamilyKernels families_avx512 = avx512::make_families();
 }

@@ -4,4 +4,5 @@
 
 namespace voltapile {
 const Kernels kernels_plain = plain::make_kernels();
+const FamilyKernels families_plain = plain::make_families();
 }
