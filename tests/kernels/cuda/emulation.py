@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cuda.compile import source_of
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
+from voltapile.kernels.cuda.submit import Arguments
 from voltapile.shm.formats import row_bytes
 
 HEADER = Path(__file__).with_name("emulate.h")
@@ -46,6 +47,8 @@ class EmulatedOps:
         def call(grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int = 0) -> None:
             self.launched.append((instance, grid, shared))
             assert shared <= self.max_shared, (instance.name, shared)
+            if instance.waits:
+                Arguments(args)  # what an early launch can take
             values = [np.int64(a) if isinstance(a, int) else a for a in args]
             cells = [np.array([value]) for value in values]
             array = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))

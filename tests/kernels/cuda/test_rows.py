@@ -54,6 +54,11 @@ def test_embed(ops: EmulatedOps, type_name: str) -> None:
     assert np.isnan(bad).all()
 
 
+def test_the_first_kernels_of_a_step_wait_for_all_before() -> None:
+    """So attention may read positions, tables and older keys before its predecessor has ended."""
+    assert not any(each.waits for each in (sampling.BEGIN, *rows.EMBED.values()))
+
+
 @pytest.mark.parametrize("cols", [1, 7, 64, 512, 516, 577, 4096])
 def test_rms_norm(ops: EmulatedOps, cols: int) -> None:
     x, w, old = normal(1, 3, cols) * 10, normal(2, cols), normal(3, 3, cols)
