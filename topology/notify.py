@@ -20,23 +20,27 @@ class Notifier:
     def __init__(self, address: str = "") -> None:
         self._address = address.replace("@", "\0", 1) if address.startswith("@") else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address else None
-        self._next, self._status = 0.0, ""
+        self._next_beat = self._next_status = 0.0
+        self._owed = ""  # what must be heard, once there is room for it
         if self._socket is not None:
             self._socket.setblocking(False)
 
     def ready(self, status: str = "") -> None:
-        self._tell(f"READY=1\nSTATUS={status}")
+        self._owed = f"READY=1\nSTATUS={status}"
+        self.beat()
 
     def status(self, text: str) -> None:
         """How far it is, for people; as often as you like."""
-        if text != self._status:
-            self._status = text
+        if time.monotonic() >= self._next_status:
+            self._next_status = time.monotonic() + BEAT_SECONDS
             self._tell(f"STATUS={text}")
 
     def beat(self) -> None:
         """The loop goes round; as often as you like."""
-        if self._socket is not None and time.monotonic() >= self._next:
-            self._next = time.monotonic() + BEAT_SECONDS
+        if self._owed and self._tell(self._owed):
+            self._owed = ""
+        if self._socket is not None and time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_SECONDS
             self._tell("WATCHDOG=1")
 
     def stopping(self) -> None:
@@ -47,7 +51,10 @@ class Notifier:
             self._socket.close()
             self._socket = None
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str) -> bool:
+        """Whether it has been taken: a queue holds few messages, and nothing waits for room."""
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # nobody there, or its queue is full
+            with contextlib.suppress(OSError):
                 self._socket.sendto(text.encode(), self._address)
+                return True
+        return False

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from voltapile.gateway.cli.options import add_model_options, read_inputs, unbuilt
+from voltapile.gateway.cli.options import add_model_options, make_plan, read_inputs, unbuilt
 
 if TYPE_CHECKING:
     from voltapile.gateway.cli.options import Inputs
@@ -17,15 +18,22 @@ WIDTH = 120  # of tables that do not go to a terminal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
-    parser.add_argument("--json", action="store_true", help="print the Plan itself")
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the Plan itself")
+    add("-o", "--output", type=Path, metavar="FILE",
+        help="write the Plan there, if it can be carried out, and print its tables")  # fmt: skip
+    add("--endpoint", default="", metavar="ADDRESS",
+        help="where gateway and workers will meet, e.g. ipc:///run/voltapile/x.sock")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    inputs = read_inputs(args)
-    plan = inputs.plan()
-    if args.json:
-        from voltapile.topology.plan import to_json
+    from voltapile.topology.plan import to_json
 
+    inputs = read_inputs(args)
+    plan = make_plan(args) if args.output else inputs.plan()
+    if args.output:
+        args.output.write_bytes(to_json(plan))
+    if args.json:
         sys.stdout.write(to_json(plan).decode() + "\n")
         return 0
     from rich.console import Console

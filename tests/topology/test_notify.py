@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 from pathlib import Path
@@ -34,6 +35,25 @@ def test_states_are_told(
         with pytest.raises(BlockingIOError):
             server.recv(100)
     assert heard == ["STATUS=loading", "WATCHDOG=1", "READY=1\nSTATUS=all is well", "STOPPING=1"]
+
+
+def test_ready_is_not_lost_in_a_full_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "BEAT_SECONDS", 0.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(str(tmp_path / "n"))
+        server.setblocking(False)
+        notifier = Notifier(str(tmp_path / "n"))
+        for _ in range(5000):  # more than a queue holds
+            notifier.beat()
+        notifier.ready("now")
+        heard = set()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                heard.add(server.recv(100))
+        assert heard == {b"WATCHDOG=1"}
+        notifier.beat()
+        assert server.recv(100) == b"READY=1\nSTATUS=now"
+        notifier.close()
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
