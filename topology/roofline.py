@@ -17,8 +17,8 @@ from voltapile.topology.plan import CacheGroup, Placement, Plan
 from voltapile.topology.spec import Spec
 
 TILE = 8  # tokens of a tensor core's tile: fewer cost as much
-ROWS_AT_ONCE = 32  # tokens for which the engine of few rows reads a weight once
-MANY_ROWS = 96  # of a prompt, from which on a weight is unpacked to halves for cuBLAS
+ROWS_AT_ONCE = 16  # tokens for which the engine of few rows reads a weight once
+MANY_ROWS = 64  # of a prompt, from which on a weight is unpacked to halves for cuBLAS
 LAYER_LAUNCHES, STEP_LAUNCHES = 8, 8  # of a decode step
 MANY_LAYER_LAUNCHES = 30  # of a prompt's layer, with its weights unpacked
 
