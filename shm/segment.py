@@ -130,24 +130,29 @@ class Segment:
 
 def remove_stale() -> list[str]:
     """Remove this user's segments whose creators have died; returns their names."""
-    removed = []
-    for path in FOLDER.glob(f"{PREFIX}*"):
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # gone meanwhile, or another user's
-        try:
-            if os.fstat(descriptor).st_uid == os.getuid():
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
-                removed.append(path.name)
-        except OSError:
-            pass  # its creator lives
-        finally:
-            os.close(descriptor)
+    removed = [path.name for path in FOLDER.glob(f"{PREFIX}*") if is_stale(path, removes=True)]
     if removed:
         log.info("removed shared memory of dead processes: %s", ", ".join(removed))
     return removed
+
+
+def is_stale(path: Path, removes: bool = False) -> bool:
+    """Whether it is this user's and its creator has died; it is removed then, if wanted."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # gone meanwhile, or another user's
+    try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if removes:
+            path.unlink(missing_ok=True)
+    except OSError:
+        return False  # its creator lives
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _path(plan_id: str, name: str) -> Path:

@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": "gateway, worker and HTTP API at once",
     "plan": "what would run where, and every byte it takes, before loading",
     "probe": "what this computer has, as the JSON that --machine takes",
+    "doctor": "what of this computer keeps a server from starting or from being fast",
     "worker": "one worker process alone",
     "gateway": "the HTTP gateway alone; workers are started separately",
     "chat": "talk to a running server from the terminal",

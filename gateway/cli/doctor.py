@@ -1,0 +1,75 @@
+"""voltapile doctor: what of this computer keeps a server from starting, or from being fast.
+
+Prints a line for each thing that was looked at, and below it what to change. Exit code 1 says that
+something keeps the server from working; 0, that nothing does, though speed may be lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from voltapile.topology.doctor import Finding
+    from voltapile.topology.machine import Machine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", help="leave out what is well")
+
+
+def run(args: argparse.Namespace) -> int:
+    from voltapile.topology import machine
+    from voltapile.topology.doctor import Sight, examine
+
+    found = machine.probe()
+    findings = [*installation(found), *examine(Sight(found))]
+    for each in findings:
+        if args.quiet and each.level == "ok":
+            continue
+        print(f"{each.level:5}  {each.what}")
+        if each.remedy:
+            print(f"       -> {each.remedy}")
+    counts = {level: sum(each.level == level for each in findings) for level in ("fault", "slow")}
+    print(f"{counts['fault']} fault(s), {counts['slow']} thing(s) that cost speed")
+    return 1 if counts["fault"] else 0
+
+
+def installation(found: Machine) -> Iterator[Finding]:
+    """What voltapile itself needs."""
+    from voltapile.topology.doctor import Finding
+
+    try:
+        importlib.import_module("voltapile.kernels.cpu._cpu")
+        yield Finding("ok", "the C++ module loads")
+    except ImportError as error:
+        yield Finding(
+            "fault", f"the C++ module does not load: {error}", "pip install voltapile again"
+        )
+    if not found.gpus:
+        return
+    if importlib.util.find_spec("cupy") is None:
+        yield Finding("fault", "there are GPUs, and cupy is not installed: the CPU would compute",
+                      "pip install 'voltapile[cuda]'")  # fmt: skip
+        return
+    yield from _cuda(len(found.gpus))
+
+
+def _cuda(count: int) -> Iterator[Finding]:
+    from voltapile.topology.doctor import Finding
+
+    try:
+        from voltapile.kernels.cuda.device import device_count
+
+        seen = device_count()
+    except (ImportError, OSError) as error:
+        yield Finding("fault", f"cupy does not load: {error}", "pip install 'voltapile[cuda]'")
+        return
+    if seen < count:
+        yield Finding("fault" if not seen else "slow", f"CUDA sees {seen} of {count} GPUs",
+                      "unset CUDA_VISIBLE_DEVICES: GPUs are chosen by --device")  # fmt: skip
+    else:
+        yield Finding("ok", f"CUDA sees {seen} GPU(s)")
