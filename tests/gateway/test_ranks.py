@@ -35,7 +35,7 @@ async def serving(
         pulse = files.enter_context(Pulse(plan))
         path = files.enter_context(plan_file(plan))
         supervisor = Supervisor([command(path, rank.rank) for rank in plan.ranks])
-        async with Engine(plan, supervisor, pulse, 1.0, Restarts(pause=0.01)) as engine:
+        async with Engine(plan, supervisor, pulse, 2.0, Restarts(pause=0.01)) as engine:
             yield engine, supervisor
 
 
@@ -155,7 +155,7 @@ async def test_workers_started_by_hand(mini: Path, plan_for: Make, tmp_path: Pat
         tokens: list[list[int]] = []
         for _ in range(2):
             with Pulse(plan) as pulse:
-                async with Engine(plan, None, pulse, 1.0) as engine:
+                async with Engine(plan, None, pulse, 2.0) as engine:
                     await until(lambda engine=engine: engine.health.status == "ok")
                     tokens.append([])
                     assert await collect(start(engine, PROMPTS[0]), tokens[-1]) == "length"
