@@ -237,10 +237,10 @@ class Supervisor:
             await asyncio.gather(*waits, return_exceptions=True)
         codes = [process.returncode for process in self._processes]
         ended = [rank for rank, code in enumerate(codes) if code is not None]
-        # One that a signal has ended is the cause of others' ends.
-        first = min(ended, key=lambda rank: (codes[rank] or 0) >= 0)
+        # One that a signal has ended, or that was told to end, is the cause of others' ends.
+        first = min(ended, key=lambda rank: (codes[rank] or 0) > 0)
         who, words = worker_name(first, len(codes)), self._words[first]
-        self.was_killed = codes[first] in (-signal.SIGKILL, -signal.SIGTERM)
+        self.was_killed = codes[first] in (-signal.SIGKILL, -signal.SIGTERM, 0)
         self.kill()
         await self._reap()
         return _reason(who, codes[first] or 0, words)

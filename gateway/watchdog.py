@@ -56,7 +56,15 @@ class Watchdog:
             return ""
         silent = min(age, now - alive_at)
         if is_loaded and silent > self._seconds:
-            return f"no sign of life from {self._vitals.quietest()} for {silent:.1f} s"
-        if not is_loaded and self._supervisor is not None and silent > LOADING_SECONDS:
-            return f"no sign of life from {self._vitals.quietest()}, loading, for {silent:.0f} s"
+            return f"no sign of life for {silent:.1f} s from {self._quietest(self._vitals)}"
+        is_loading = not is_loaded and self._supervisor is not None and self._supervisor.pids
+        if is_loading and silent > LOADING_SECONDS:
+            return (
+                f"no sign of life for {silent:.0f} s while loading from {self._vitals.quietest()}"
+            )
         return ""
+
+    def _quietest(self, vitals: Vitals) -> str:
+        """One that was stopped waits for nobody, whatever it was doing."""
+        stopped = self._supervisor.stopped() if self._supervisor is not None else ""
+        return f"{stopped}, which somebody has stopped (SIGSTOP)" if stopped else vitals.quietest()

@@ -146,11 +146,16 @@ class BoardGroup:
 
     def _read(self, other: int) -> bytes:
         """What a rank has written. Its check tells when a part of it comes late."""
-        record = self._records[other]
-        while True:
-            data: bytes = record["data"][: int(record["length"])].tobytes()
-            if zlib.crc32(data) == int(record["check"]):
-                return data
+        record, data = self._records[other], b""
+
+        def torn() -> int:
+            nonlocal data
+            data = record["data"][: int(record["length"])].tobytes()
+            return -1 if zlib.crc32(data) == int(record["check"]) else other
+
+        for waited in self._wait(torn):
+            self._check_life(other, waited)
+        return data
 
 
 def meet(

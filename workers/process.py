@@ -110,7 +110,7 @@ class Worker:
         except StoppedError as reason:
             log.info("%s ends: %s", self.name, reason)
         except Exception as error:
-            if isinstance(error, MemoryError):  # tells all that there is to know
+            if isinstance(error, MemoryError | GroupError):  # tells all that there is to know
                 log.error("%s failed: %s", self.name, error)
             else:
                 log.exception("%s failed", self.name)
@@ -366,7 +366,7 @@ class Worker:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if not self.is_ending:
             self.is_ending = True
-            raise StoppedError(signal.Signals(number).name)
+            raise StoppedError(f"got {signal.Signals(number).name}")
 
 
 def describe(error: BaseException) -> str:

@@ -198,8 +198,10 @@ class StatusPort:
         """One question, one answer."""
         try:
             client.settimeout(CLIENT_SECONDS)
-            question = b""
+            question, until = b"", time.monotonic() + CLIENT_SECONDS
             while b"\r\n\r\n" not in question and len(question) < MOST_BYTES:
+                if time.monotonic() > until:  # a byte now and then
+                    return
                 part = client.recv(MOST_BYTES)
                 if not part:
                     return

@@ -11,6 +11,7 @@ class Ranks:
     def __init__(self) -> None:
         self.silence: float | None = 0.0
         self.who = ""
+        self.pids = [1]
 
     def age(self) -> float | None:
         return self.silence
@@ -37,9 +38,13 @@ def test_silence_of_a_rank_that_has_loaded() -> None:
     assert dog.complaint(100.0, 0.0, True) == ""
     ranks.silence = 4.2
     assert dog.complaint(100.0, 0.0, True) == (
-        "no sign of life from the worker of rank 2 for 4.2 s"
+        "no sign of life for 4.2 s from the worker of rank 2"
     )
     assert dog.complaint(100.0, 98.0, True) == "", "it was another's"
+    ranks.who = "the worker of rank 1"
+    assert "from the worker of rank 1, which somebody has stopped" in dog.complaint(
+        100.0, 0.0, True
+    )
 
 
 def test_loading_may_take_longer() -> None:
@@ -48,7 +53,10 @@ def test_loading_may_take_longer() -> None:
     ranks.silence = LOADING_SECONDS
     assert dog.complaint(100.0, 0.0, False) == ""
     ranks.silence = LOADING_SECONDS + 1
-    assert "loading, for 61 s" in dog.complaint(100.0, 0.0, False)
+    assert "for 61 s while loading" in dog.complaint(100.0, 0.0, False)
+    ranks.pids = []
+    assert dog.complaint(100.0, 0.0, False) == "", "they have ended, and the next ones begin soon"
+    ranks.pids = [1]
     other = Watchdog(ranks, None, 4.0)
     assert other.complaint(100.0, 0.0, False) == "", "whoever starts them decides"
 

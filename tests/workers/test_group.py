@@ -133,6 +133,23 @@ def test_an_abort_ends_a_wait(board: Board) -> None:
         assert str(error).endswith(": for a test")
 
 
+def test_a_letter_that_stays_torn_is_not_waited_for_forever(board: Board) -> None:
+    groups = in_threads(lambda rank: meet("p", board, rank))
+    threading.Timer(0.2, lambda: board.abort("for a test")).start()
+
+    def work(rank: int) -> list[bytes]:
+        if rank == 3:
+            record = groups[rank]._records[rank]
+            record["length"], record["check"], record["written"] = 3, 1, 1
+            return []
+        found: list[bytes] = groups[rank].exchange(b"whole")
+        return found
+
+    results = in_threads(work)
+    for rank in range(3):
+        assert str(results[rank]).endswith(f"while rank {rank} waited for rank 3: for a test")
+
+
 def test_shared_memory_has_no_name_left(board: Board) -> None:
     def work(rank: int) -> int:
         segment = shared_memory(meet("test-p", board, rank), 4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
@@ -122,6 +123,22 @@ def test_a_client_that_says_nothing_holds_up_nobody(
     with StatusPort(status) as port, socket.create_connection(("127.0.0.1", port.port)) as silent:
         assert ask(port.port, "/metrics")[0] == 200
         assert silent.recv(10) == b""
+
+
+def test_a_client_that_says_little_at_a_time_is_not_heard_to_the_end(
+    status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLIENT_SECONDS", 0.2)
+    with StatusPort(status) as port, socket.create_connection(("127.0.0.1", port.port)) as slow:
+        slow.settimeout(0.02)
+        for _ in range(100):
+            slow.sendall(b"x")
+            with contextlib.suppress(TimeoutError):
+                assert slow.recv(1) == b""
+                break
+        else:
+            pytest.fail("it was listened to all the time")
+        assert ask(port.port, "/metrics")[0] == 200
 
 
 def test_a_port_in_use_is_one_line(status: Status) -> None:
