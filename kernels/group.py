@@ -75,19 +75,26 @@ class Collectives(Protocol):
         """[T, width]: x [T, K] from column `offset` on, zeros beside it."""
 
 
-def shared_memory(group: Group, nbytes: int) -> Segment:
-    """Zeroed memory that all ranks of a group share. All must call this. Raises SegmentError."""
+def shared_memory(
+    group: Group,
+    nbytes: int,
+    name: str = "group",
+    nodes: Sequence[int] = (),
+    huge: bool = False,
+) -> Segment:
+    """Zeroed memory that all ranks of a group share. All must call this. nodes, huge: as a Segment
+    takes them. Raises SegmentError."""
     segment, reason = None, ""
     if group.rank == 0:
         try:
-            segment = Segment.create(group.name, "group", nbytes)
+            segment = Segment.create(group.name, name, nbytes, nodes=nodes, huge=huge)
         except SegmentError as error:
             reason = str(error)
     reason = group.exchange(reason.encode()[:1000])[0].decode("utf-8", "replace")
     if reason:
         raise SegmentError(reason)
     if segment is None:
-        segment = Segment.open(group.name, "group", nbytes)
+        segment = Segment.open(group.name, name, nbytes)
     group.exchange(b"")
     segment.unlink()  # all have it: a crash leaves nothing behind
     return segment

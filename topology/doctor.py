@@ -18,6 +18,7 @@ import numpy as np
 from voltapile.shm import huge, numa
 from voltapile.shm.segment import FOLDER, PREFIX, is_stale
 from voltapile.topology import nvml
+from voltapile.topology.gpu import process_name
 from voltapile.topology.machine import Machine
 from voltapile.topology.ranks import LEAST_ARCH
 
@@ -129,21 +130,13 @@ def _memory_of(card: nvml.Card, name: str) -> Iterator[Finding]:
     used = total - free
     users = {pid: nbytes for pid, nbytes in card.processes().items() if pid != os.getpid()}
     if users:
-        each = ", ".join(f"{told(pid)} {_gib(nbytes)}" for pid, nbytes in users.items())
+        each = ", ".join(f"{process_name(pid)} {_gib(nbytes)}" for pid, nbytes in users.items())
         yield Finding("note", f"{name}: {_gib(used)} of {_gib(total)} are in use ({each})",
                       "plans count on what is free; end those for more")  # fmt: skip
     elif used > max(FILLED, total // 16):
         yield Finding("slow", f"{name}: {_gib(used)} are in use and no process computes there",
                       "page cache may lie in the GPU's memory: "
                       "echo 3 > /proc/sys/vm/drop_caches")  # fmt: skip
-
-
-def told(pid: int) -> str:
-    """A process, for people."""
-    try:
-        return f"{Path(f'/proc/{pid}/comm').read_text().strip()} (process {pid})"
-    except OSError:  # in another container, or gone
-        return f"process {pid}"
 
 
 def peers(sight: Sight) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ without GPU code may ask. Speeds follow from the links' generation and width, an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -61,6 +62,26 @@ def probe_gpus(root: Path = Path("/")) -> tuple[list[Gpu], list[Link]]:
         known = [(card, gpu) for card, gpu in found if gpu is not None]
         pairs = combinations(known, 2)
         return [gpu for _, gpu in known], [_link(*one, *other, links) for one, other in pairs]
+
+
+def others() -> list[str]:
+    """Processes beside this one that compute on GPUs, and what they have taken, for people."""
+    found = []
+    with nvml.opened() as library:
+        for card in library.cards() if library is not None else []:
+            for pid, nbytes in card.processes().items():
+                if pid != os.getpid():
+                    size = f"{nbytes / 2**30:.1f} GiB" if nbytes else "some memory"
+                    found.append(f"{process_name(pid)} has {size} of GPU {card.index}")
+    return found
+
+
+def process_name(pid: int) -> str:
+    """For people."""
+    try:
+        return f"{Path(f'/proc/{pid}/comm').read_text().strip()} (process {pid})"
+    except OSError:  # in another container, or gone
+        return f"process {pid}"
 
 
 def _probe(card: Card, links: Sequence[NvLink], root: Path) -> Gpu | None:

@@ -171,8 +171,9 @@ def unbuilt(plan: Plan) -> str:
     if not any(rank.device.startswith("cuda") for rank in plan.ranks):
         return ""
     outside: dict[str, int] = {}
-    for each in plan.tensors.values():
-        if each.tier != "vram" and each.ranks:
+    for name, each in plan.tensors.items():
+        is_read = each.tier == "pinned" and name in plan.shared  # a few rows of it, where it lies
+        if each.tier != "vram" and each.ranks and not is_read:
             outside[each.tier] = outside.get(each.tier, 0) + each.bytes
     if outside:
         told = ", ".join(f"{nbytes / 2**30:.2f} GiB {tier}" for tier, nbytes in outside.items())

@@ -15,8 +15,9 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from voltapile.kernels.load import load as load_ops
@@ -44,6 +45,7 @@ from voltapile.workers.models.registry import model_class
 from voltapile.workers.not_finite import Search
 from voltapile.workers.protocol import Result, Row, Sampled, Sampling, Step, Want
 from voltapile.workers.scoring import PromptScores
+from voltapile.workers.shared import shared_tensors
 from voltapile.workers.weights import DummyWeights, FileWeights
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class Engine:
         self.uses = [0] * plan.slots  # of each slot: how often it was freed or taken
         self.scores: dict[int, PromptScores] = {}  # by slot, where they are wanted
         self.last_end = 0.0  # of the Step that was collected last
+        self.shared: Mapping[str, np.ndarray] = {}  # tensors in host memory, for all ranks
 
     def load(self, progress: Progress = lambda stage, fraction: None) -> None:
         """Build the model, allocate caches, record the decode steps."""
@@ -89,7 +92,9 @@ class Engine:
         progress("weights", 0.0)
         kind = DummyWeights if self.is_dummy else FileWeights
         weights = kind.of_plan(
-            self.gguf, self.ops, spec, self.plan, self.rank, lambda f: progress("weights", f)
+            *(self.gguf, self.ops, spec, self.plan, self.rank),
+            lambda f: progress("weights", f),
+            self.shared,
         )
         self.copied_bytes = weights.pages.nbytes if weights.pages else 0
         self.model = model_class(spec.architecture)(spec, self.share, weights, self.ops)
@@ -343,17 +348,20 @@ def open_engine(
     """
     if len(plan.ranks) > 1 and board is None:
         raise ValueError(f"{len(plan.ranks)} ranks need a process each, and this is one: --ranks 1")
-    before, stages = os.sched_getaffinity(0), Stages(progress)
+    before, stages, group = os.sched_getaffinity(0), Stages(progress), None
     stages("file", 0.0)
-    with Gguf.open(plan.model[0]) as gguf:
+    with Gguf.open(plan.model[0]) as gguf, contextlib.ExitStack() as resources:
         try:
             ops = _load_ops(plan, rank, board)
             if len(plan.ranks) > 1:
                 assert board is not None
                 stages("group", 0.0)
                 wait = WAIT_SECONDS[plan.backend]
-                ops.join(meet(plan.id, board, rank, wait, islands=plan.islands))
+                group = meet(plan.id, board, rank, wait, islands=plan.islands)
+                ops.join(group)
             engine = Engine(plan, ops, gguf, rank, is_dummy)
+            told = partial(stages, "shared tensors")
+            engine.shared = resources.enter_context(shared_tensors(plan, gguf, rank, group, told))
             engine.load(stages)
             log.info("%s", stages.summary(gguf.tensor_bytes))
             log.info("%s", comparison(engine.memory()))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from voltapile.topology.gpu import others
+
 TOGETHER = "caches and slots"  # what a GPU's allocations count as one
 Progress = Callable[[str, float], None]  # stage, fraction
 
@@ -50,10 +52,13 @@ def comparison(both: Mapping[str, tuple[int, int]]) -> str:
 def shortage(error: MemoryError, planned: Mapping[str, int]) -> MemoryError:
     """`error` with what the Plan has for each purpose."""
     each = ", ".join(f"{name} {_show(nbytes)}" for name, nbytes in planned.items())
+    text = str(error) or "out of memory"
+    known = others() if text.startswith("the GPU ") else []
+    taken = f" ({', '.join(known)})" if known else ""
     return MemoryError(
-        f"{str(error) or 'out of memory'}; the plan has {each}: {_show(sum(planned.values()))} "
-        "together, so others have taken memory that it counted on. Free that, or plan again, with "
-        "a smaller -c, -np or -b if need be"
+        f"{text}; the plan has {each}: {_show(sum(planned.values()))} together, so others have "
+        f"taken memory that it counted on{taken}. Free that, or plan again, with a smaller -c, -np "
+        "or -b if need be"
     )
 
 

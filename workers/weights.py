@@ -6,14 +6,16 @@ Knows files and Ops, not models. Tells how far loading is, as a fraction of the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from voltapile.kernels.ops import Ops, Weight
+from voltapile.shm import huge
 from voltapile.shm.formats import row_bytes
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.memory import HUGE_PAGE, copied_size
@@ -23,6 +25,7 @@ from voltapile.topology.share import Range, Share
 from voltapile.topology.spec import Spec
 
 Progress = Callable[[float], None]
+log = logging.getLogger(__name__)
 
 
 class HugePages:
@@ -36,6 +39,8 @@ class HugePages:
         memory = mmap.mmap(-1, nbytes + HUGE_PAGE)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
+        if fault := huge.private_fault():
+            log.info("weights are copied to small pages, which are slower to read: %s", fault)
         array = np.frombuffer(memory, np.uint8)
         start = -array.ctypes.data % HUGE_PAGE
         self._free = array[start : start + nbytes]
@@ -65,7 +70,9 @@ class FileWeights:
         pages: HugePages | None = None,
         copies_all: bool = False,
         is_uploaded: bool = False,
+        shared: Mapping[str, np.ndarray] | None = None,
     ) -> None:
+        self.shared = shared or {}
         self.gguf, self.ops, self.spec, self.share = gguf, ops, spec, share
         self.progress, self.pages, self.copies_all = progress, pages, copies_all
         self.is_uploaded = is_uploaded
@@ -74,14 +81,22 @@ class FileWeights:
 
     @classmethod
     def of_plan(
-        cls, gguf: Gguf, ops: Ops, spec: Spec, plan: Plan, rank: int, progress: Progress
+        cls,
+        gguf: Gguf,
+        ops: Ops,
+        spec: Spec,
+        plan: Plan,
+        rank: int,
+        progress: Progress,
+        shared: Mapping[str, np.ndarray] | None = None,
     ) -> Self:
-        """With memory for what the Plan copies."""
+        """With memory for what the Plan copies. shared: bytes of what lies in host memory once for
+        all ranks."""
         mine, tiers = plan.ranks[rank], {each.tier for each in plan.tensors.values()}
         copied = mine.memory["weights"] if "vram" not in tiers else 0
         pages = HugePages(copied) if copied else None
         own = "host" in tiers, "vram" in tiers
-        return cls(gguf, ops, spec, mine.share, progress, pages, *own)
+        return cls(gguf, ops, spec, mine.share, progress, pages, *own, shared)
 
     def __call__(self, name: str) -> Weight:
         if name not in self.gguf.tensors:
@@ -139,9 +154,20 @@ class FileWeights:
         is_cut = len(shape) > 1 and columns != (0, shape[-1])
         if is_cut:
             shape = (*shape[:-1], columns[1] - columns[0])
-        weight = self._weight(name, shape, rows, columns if is_cut else None)
+        if name in self.shared:
+            assert rows == (0, tensor.shape[0]), "what is shared is whole"
+            weight = self._shared(name)
+        else:
+            weight = self._weight(name, shape, rows, columns if is_cut else None)
         self.done += weight.nbytes
         self.progress(min(1.0, self.done / self.total))
+        return weight
+
+    def _shared(self, name: str) -> Weight:
+        make, tensor = getattr(self.ops, "shared_weight", None), self.gguf.tensors[name]
+        if make is None:
+            raise ValueError(f"the {self.ops.name} backend reads no weights in shared memory")
+        weight: Weight = make(self.shared[name], tensor.type_name, tensor.shape)
         return weight
 
     def _take_experts(self, name: str, part: Part) -> Weight:

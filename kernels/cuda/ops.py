@@ -21,6 +21,7 @@ from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Ker
 from voltapile.kernels.cuda.loader import Loader
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
 from voltapile.kernels.cuda.memory import Blocks, Courier, Ring, Scratch, Uploader
+from voltapile.kernels.cuda.pinning import Pinned
 from voltapile.kernels.cuda.wires import open_links
 from voltapile.kernels.group import Group
 from voltapile.kernels.ops import Arrival, Batch, SlotState, StepOutput, Weight
@@ -143,6 +144,15 @@ class CudaOps(CudaCollectives):
         ptr, owner = self._weights.take(data.nbytes + SLACK)
         self._uploader.send(ptr, data.reshape(-1))
         return CudaWeight(tuple(shape), data.nbytes, type_name, ptr, row, owner)
+
+    def shared_weight(
+        self, memory: np.ndarray, type_name: str, shape: tuple[int, ...]
+    ) -> CudaWeight:
+        """A matrix in page-locked host memory, for whoever reads few of its rows. memory: its
+        bytes, from a page's beginning on; the array stays."""
+        row, pinned = row_bytes(type_name, shape[-1]), Pinned(self.device, memory)
+        assert memory.nbytes == row * int(np.prod(shape[:-1], dtype=np.int64)), shape
+        return CudaWeight(tuple(shape), memory.nbytes, type_name, pinned.address, row, pinned)
 
     def weight_rows(self, weight: Weight, start: int, stop: int) -> CudaWeight:
         assert isinstance(weight, CudaWeight)

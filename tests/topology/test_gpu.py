@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_nvml import GPU, SWITCH, Fake, FakeNvml, OldNvml, ac922
-from voltapile.topology.gpu import Gpu, Link, probe_gpus
+from voltapile.topology.gpu import Gpu, Link, others, probe_gpus
 
 
 def probed(
@@ -96,3 +97,13 @@ def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("ctypes.CDLL", load)
     assert probe_gpus() == ([], [])
+
+
+def test_who_else_computes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = 2**22 + 1  # no process of this container
+    cards = [Fake(), Fake(processes={os.getpid(): 1 << 30, far: 3 << 30, 1: 2**64 - 1})]
+    monkeypatch.setattr("ctypes.CDLL", lambda path: FakeNvml(cards))
+    found = others()
+    assert found[0] == f"process {far} has 3.0 GiB of GPU 1"
+    assert found[1].endswith("(process 1) has some memory of GPU 1")
+    assert len(found) == 2

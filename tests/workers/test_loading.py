@@ -72,6 +72,13 @@ def test_bytes_are_readable() -> None:
     assert told.startswith("out of memory; the plan has weights 3.00 GiB, kv 512.0 MiB: 3.50 GiB")
 
 
+def test_who_has_taken_the_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "others", lambda: ["python (process 7) has 3.0 GiB of GPU 0"])
+    told = str(shortage(MemoryError("the GPU has no room for weights"), {"weights": 3 << 30}))
+    assert "counted on (python (process 7) has 3.0 GiB of GPU 0). Free that" in told
+    assert "process 7" not in str(shortage(MemoryError("no memory here"), {"weights": 3 << 30}))
+
+
 def test_planned_and_allocated_bytes_side_by_side() -> None:
     planned = {"weights": 3 << 30, "kv": 512 << 20, "slots": 1 << 20, "reserve": 7}
     found = beside(planned, {"kv": 511 << 20, "weights": 3 << 30, "constants": 9})

@@ -44,6 +44,7 @@ class Gpu:
         self.total, self.refused, self.copies = total, refused, copies
         self.used: dict[int, int] = {}
         self.host: dict[int, Any] = {}
+        self.registered: list[int] = []  # host memory that others have made
         self.requests: list[str] = []
         self.launches: list[str] = []
         self.replays = 0
@@ -76,6 +77,9 @@ class Gpu:
         buffer = ctypes.create_string_buffer(nbytes)
         self.host[ctypes.addressof(buffer)] = buffer
         return ctypes.addressof(buffer)
+
+    def register(self, address: int, nbytes: int, flags: int) -> None:
+        self.registered.append(address)
 
     def copy(self, target: int, source: int, nbytes: int, *_: Any) -> None:
         if self.copies:
@@ -115,6 +119,8 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         getDeviceCount=lambda: 1, malloc=gpu.malloc, free=gpu.give_back, hostAlloc=gpu.host_alloc,
         freeHost=gpu.host.pop, memGetInfo=lambda: (gpu.free, gpu.total), memcpyAsync=gpu.copy,
         memsetAsync=_nothing, streamCaptureModeRelaxed=2, runtimeGetVersion=lambda: 12040,
+        hostRegister=gpu.register, hostUnregister=gpu.registered.remove,
+        pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
     )  # fmt: skip
 
     class Stream:

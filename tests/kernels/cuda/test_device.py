@@ -5,6 +5,8 @@ All of it on a GPU that is not there. The same loads are held against the Plan.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ from voltapile.shm.gguf import Gguf
 from voltapile.topology import machine, roofline
 from voltapile.topology.architectures import spec_of
 from voltapile.topology.gpu import Gpu
-from voltapile.topology.plan import Backend, Options, Plan
+from voltapile.topology.plan import Backend, Options, Plan, unbuilt
 from voltapile.topology.planner import plan
 from voltapile.workers.engine import Engine, open_engine
 from voltapile.workers.protocol import Row, Step
@@ -73,6 +75,26 @@ def test_no_more_is_taken_than_planned(gpu: Any, planned: Callable[..., Plan], m
         steps(engine)
         assert len(gpu.requests) == requests, "a step took memory"
         assert gpu.replays == 4
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_an_embedding_in_host_memory(gpu: Any, planned: Callable[..., Plan], model: str) -> None:
+    """It lies there as in the file, and its bytes are neither planned nor taken in VRAM."""
+    whole, chosen = planned(model), planned(model, overrides=["embed=pinned"])
+    assert unbuilt(chosen) == ""
+    (name,) = chosen.shared
+    assert name == "token_embd.weight"
+    with Gguf.open(chosen.model[0]) as gguf, open_engine(chosen) as engine:
+        weight = engine.model.token_embd
+        there = np.ctypeslib.as_array((ctypes.c_uint8 * weight.nbytes).from_address(weight.ptr))
+        assert there.tobytes() == gguf.data(name).tobytes()
+        assert weight.ptr in gpu.registered
+        assert engine.ops.device.taken["weights"] <= chosen.ranks[0].memory["weights"]
+        steps(engine)
+    assert chosen.ranks[0].memory["weights"] <= whole.ranks[0].memory["weights"]
+    del engine, weight
+    gc.collect()
+    assert gpu.registered == []
 
 
 def steps(engine: Engine) -> None:
