@@ -10,7 +10,7 @@ from voltapile.kernels.families import MAX_PROVISIONAL, DeltaShape, DeltaWeights
 from voltapile.kernels.ops import Batch
 
 GATES = ("silu", "sigmoid")
-MAX_DIM = 256  # of a head: what a thread's memory holds
+MAX_DIM = 192  # of a head: what a thread's memory holds
 
 
 class CpuDelta(CpuOps):

@@ -3,15 +3,14 @@
 // A head's matrix stays in the first-level cache, some columns of it at a time, while all tokens of
 // a piece go through it; the arithmetic is the plain recurrence for any number of tokens, so that
 // bits depend neither on chunks nor on drafts. A matrix is read once and written once for a token:
-// with u = S'k and p = S'q, of the matrix S before, e = beta (v - g u) and o = g p + (k . q) e.
+// with u = S'k and p = S'q of the matrix S before, e = beta (v - g u) and o = g p + (k . q) e.
 #pragma once
 
 namespace voltapile {
 namespace VOLTAPILE_ISA {
 namespace {
 
-constexpr std::int64_t kPieceInputs = 64;
-constexpr std::int64_t kColumnVecs = 4;
+constexpr int kColumnVecs = W == 16 ? 4 : 2;  // what the registers hold
 
 // A thread's memory: one piece's k, q, v and o [inputs][pitch], and numbers of each input.
 struct DeltaLocal {
@@ -72,37 +71,51 @@ inline void take_input(const DeltaArgs& args, const Run& run, const Inputs& inpu
 }
 
 // N vectors of columns (of the last one `lanes` if it is cut) of a matrix [dim][dim] go through
-// `count` inputs.
+// `count` inputs. One pass over them ends an input and begins the next: u = S'k and p = S'q.
 template <int N, bool kCut>
 inline void recur(const DeltaLocal& local, float* matrix, std::int64_t dim, std::int64_t column,
                   std::int64_t lanes, std::int64_t count) {
-  const auto get = [=](const float* p) { return kCut ? load_part(p, lanes) : load(p); };
-  for (std::int64_t t = 0; t < count; ++t) {
-    const float* k = local.k + t * local.pitch;
-    const float* q = local.q + t * local.pitch;
-    const Vec decay = splat(local.decay[t]), beta = splat(local.beta[t]), kq = splat(local.kq[t]);
-    Vec u[N], p[N];
-    for (int j = 0; j < N; ++j) u[j] = p[j] = splat(0.0f);
-    for (std::int64_t i = 0; i < dim; ++i) {
-      const Vec ks = splat(k[i]), qs = splat(q[i]);
-      for (int j = 0; j < N; ++j) {
-        const Vec s = get(matrix + i * dim + column + j * W);
-        u[j] = madd(ks, s, u[j]);
-        p[j] = madd(qs, s, p[j]);
-      }
-    }
+  const auto get = [=](const float* x) { return kCut ? load_part(x, lanes) : load(x); };
+  const auto put = [=](float* x, Vec v) { kCut ? store_part(x, v, lanes) : store(x, v); };
+  const std::int64_t pitch = local.pitch;
+  matrix += column;
+  Vec u[N], p[N], e[N];
+  for (int j = 0; j < N; ++j) u[j] = p[j] = splat(0.0f);
+  for (std::int64_t i = 0; i < dim; ++i) {
+    const Vec k = splat(local.k[i]), q = splat(local.q[i]);
     for (int j = 0; j < N; ++j) {
-      const std::int64_t at = t * local.pitch + column + j * W;
-      u[j] = beta * (get(local.v + at) - decay * u[j]);
-      const Vec o = madd(decay, p[j], kq * u[j]);
-      kCut ? store_part(local.o + at, o, lanes) : store(local.o + at, o);
+      const Vec s = get(matrix + i * dim + j * W);
+      u[j] = madd(k, s, u[j]);
+      p[j] = madd(q, s, p[j]);
+    }
+  }
+  for (std::int64_t t = 0; t < count; ++t) {
+    const Vec decay = splat(local.decay[t]), beta = splat(local.beta[t]), kq = splat(local.kq[t]);
+    for (int j = 0; j < N; ++j) {
+      const std::int64_t at = t * pitch + column + j * W;
+      e[j] = beta * (get(local.v + at) - decay * u[j]);
+      put(local.o + at, madd(decay, p[j], kq * e[j]));
+      u[j] = p[j] = splat(0.0f);
+    }
+    const float* k = local.k + t * pitch;
+    const float* next_q = local.q + (t + 1) * pitch;
+    if (t + 1 == count) {
+      for (std::int64_t i = 0; i < dim; ++i) {
+        for (int j = 0; j < N; ++j) {
+          float* place = matrix + i * dim + j * W;
+          put(place, madd(splat(k[i]), e[j], get(place) * decay));
+        }
+      }
+      return;
     }
     for (std::int64_t i = 0; i < dim; ++i) {
-      const Vec ks = splat(k[i]);
+      const Vec ks = splat(k[i]), nk = splat(k[pitch + i]), nq = splat(next_q[i]);
       for (int j = 0; j < N; ++j) {
-        float* s = matrix + i * dim + column + j * W;
-        const Vec next = madd(ks, u[j], get(s) * decay);
-        kCut ? store_part(s, next, lanes) : store(s, next);
+        float* place = matrix + i * dim + j * W;
+        const Vec s = madd(ks, e[j], get(place) * decay);
+        put(place, s);
+        u[j] = madd(nk, s, u[j]);
+        p[j] = madd(nq, s, p[j]);
       }
     }
   }

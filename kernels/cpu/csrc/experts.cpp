@@ -14,7 +14,8 @@
 namespace voltapile {
 namespace {
 
-constexpr std::int64_t kFewTokens = 8;  // of which each thread sorts the pairs for itself
+constexpr std::int64_t kFewTokens = 8;  // of which each thread sorts the pairs for itself,
+constexpr std::int64_t kFewBytes = 192 << 10;  // if what they multiply with takes no more
 constexpr std::int64_t kWeightsCost = 4;  // reading an expert's rows costs as much as so many pairs
 
 // --- routing --------------------------------------------------------------------------------------
@@ -135,16 +136,16 @@ class Experts : public Command {
       throw std::invalid_argument("gate, up and down of an expert do not fit together");
     if (gate().takes_floats() != factors_[1][0].takes_floats())
       throw std::invalid_argument("experts' gate and up: one is quantised, the other is not");
+    is_few_ = args.tokens <= kFewTokens && args.tokens * outer_.stride(gate()) <= kFewBytes;
   }
 
   void run(Team& team) override {
     Desk desk = outer_.prepare(team);
-    const bool few = args_.tokens <= kFewTokens;
-    auto* lists = few ? reinterpret_cast<std::int32_t*>(desk.take(Groups::bytes(args_)))
-                      : args_.scratch.lists;
+    auto* lists = is_few_ ? reinterpret_cast<std::int32_t*>(desk.take(Groups::bytes(args_)))
+                          : args_.scratch.lists;
     const Groups groups(args_, lists);
-    if (few || team.rank == 0) sort_pairs(args_, groups);
-    if (!few) {
+    if (is_few_ || team.rank == 0) sort_pairs(args_, groups);
+    if (!is_few_) {
       team.barrier();
       line_up(desk, groups, team);
       team.barrier();
@@ -181,7 +182,7 @@ class Experts : public Command {
     float* gates = desk.take_tile(chunk * outer_.isa().lanes);
     float* ups = desk.take_tile(chunk * outer_.isa().lanes);
     std::uint8_t* gathered = nullptr;
-    if (args_.tokens <= kFewTokens && args_.tokens > 1)
+    if (is_few_ && args_.tokens > 1)
       gathered = desk.take(args_.tokens * outer_.stride(gate()));
     const std::int64_t blocks = (ffn() + kBlock - 1) / kBlock;
     std::int64_t total = 0, at = 0;
@@ -211,7 +212,7 @@ class Experts : public Command {
   const std::uint8_t* input(const Desk& desk, const Groups& groups, std::int64_t pair,
                             std::int64_t count, std::uint8_t* gathered) const {
     const std::int64_t stride = outer_.stride(gate());
-    if (args_.tokens > kFewTokens) return lined_up(pair);
+    if (!is_few_) return lined_up(pair);
     if (count == 1) return outer_.input(desk, gate()) + groups.order[pair] / args_.used * stride;
     for (std::int64_t i = 0; i < count; ++i)
       copy_input(desk, groups, pair + i, gathered + i * stride);
@@ -283,6 +284,7 @@ class Experts : public Command {
 
   ExpertArgs args_;
   Multiplication outer_, inner_;  // with gate and up; with down
+  bool is_few_;
   std::vector<Matrix> matrices_[3];
   std::vector<Factor> factors_[3];
 };

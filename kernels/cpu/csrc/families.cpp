@@ -277,7 +277,14 @@ struct AttentionTo final : Command {
 }  // namespace
 
 std::unique_ptr<Command> make_delta_net(const DeltaArgs& args,
-                                        std::vector<std::int32_t> key_head_of) {
+                                        std::vector<std::int32_t> key_head_of,
+                                        std::int64_t local_bytes) {
+  const std::int64_t pitch = (args.dim + 15) / 16 * 16;
+  const std::int64_t floats = pitch * (args.dim + 4 * kPieceInputs) + 3 * kPieceInputs;
+  if (floats * 4 + args.step.tokens + 64 > local_bytes)
+    throw std::invalid_argument("delta net: heads of " + std::to_string(args.dim) +
+                                " dimensions do not fit in " + std::to_string(local_bytes) +
+                                " bytes a thread");
   for (const std::int32_t key : key_head_of)
     if (key < 0 || key >= args.key_heads) throw std::invalid_argument("no such key head");
   auto command = std::make_unique<DeltaNet>();

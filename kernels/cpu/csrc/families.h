@@ -12,6 +12,7 @@ namespace voltapile {
 
 constexpr std::int64_t kMaxProvisional = 8;  // MAX_PROVISIONAL
 constexpr std::int64_t kIndexRing = 16;      // INDEX_RING
+constexpr std::int64_t kPieceInputs = 64;    // of a delta net that go through a head together
 constexpr std::int64_t kChosenRows = 16;     // most heads of a kv head computed together
 
 // --- elementwise ----------------------------------------------------------------------------------
@@ -172,8 +173,10 @@ const FamilyKernels& family_kernels();  // of the instruction set in use
 
 // --- commands -------------------------------------------------------------------------------------
 
+// Throws std::invalid_argument where local_bytes do not hold a head.
 std::unique_ptr<Command> make_delta_net(const DeltaArgs& args,
-                                        std::vector<std::int32_t> key_head_of);
+                                        std::vector<std::int32_t> key_head_of,
+                                        std::int64_t local_bytes);
 
 // x [tokens, width] `count` times side by side.
 std::unique_ptr<Command> make_streams(const float* x, std::int64_t tokens, std::int64_t width,

@@ -129,8 +129,8 @@ void delta_net(Engine& engine, const std::vector<Floats>& inputs, const std::vec
   args.kernel = dim(weights[0], 0);
   args.eps = eps;
   args.gates_by_sigmoid = gates_by_sigmoid;
-  engine.submit(make_delta_net(args, std::move(key_head_of)), inputs, weights, before, state, step,
-                out);
+  engine.submit(make_delta_net(args, std::move(key_head_of), Pool::kLocalBytes), inputs, weights,
+                before, state, step, out);
 }
 
 // --- residual streams -----------------------------------------------------------------------------
