@@ -73,7 +73,10 @@ class Budget:
         def rest(request: Request) -> int:
             return request.chunk_limit - ends.get(request, request.computed)
 
-        unread = [request for request in line if rest(request) > 0]
+        def can_go_on(request: Request) -> bool:
+            return rest(request) > 0 and not request.must_stop(ends.get(request, 0))
+
+        unread = [request for request in line if can_go_on(request)]
         if not unread:
             admitted = admit(client, tokens, lambda request, rest: True)
         elif self._turns.is_odd(client):

@@ -3,7 +3,9 @@
 A text is cut into blocks of equally many tokens. A block's key is a hash of its tokens and of the
 key before it, so one key stands for all that came before, and a salt for what tokens do not tell.
 Blocks know the pages of each cache group; a group with a window may have lost its pages of a block,
-which then only serves texts whose end is far enough behind it. It knows neither requests nor steps.
+which then only serves texts whose end is far enough behind it. Where layers have states, a text can
+only be reused up to a block at whose end they were kept (a checkpoint). It knows neither requests
+nor steps.
 """
 
 from __future__ import annotations
@@ -32,15 +34,22 @@ class Block:
     key: bytes
     before: Block | None
     pages: list[list[int]]  # for each group; [] where they are lost
+    checkpoint: int = 0  # of the states behind it; 0: there is none
     after: dict[bytes, Block] = field(default_factory=dict)
 
 
 class PrefixCache:
-    """block: tokens in one; a multiple of every pool's page_tokens."""
+    """block: tokens in one; a multiple of every pool's page_tokens. checkpoints: numbers of states
+    that are kept, handed out as pages are; None where layers have no states."""
 
-    def __init__(self, pools: Sequence[PagePool], block: int) -> None:
+    def __init__(
+        self, pools: Sequence[PagePool], block: int, checkpoints: PagePool | None = None
+    ) -> None:
         assert all(block % pool.page_tokens == 0 for pool in pools)
-        self.pools, self.block = pools, block
+        self.pools, self.block, self.checkpoints = pools, block, checkpoints
+        self._kept: dict[int, Block] = {}  # checkpoint -> its block
+        if checkpoints is not None:
+            checkpoints.on_evict = self._forgotten
         self._windowed = [group for group, pool in enumerate(pools) if pool.window]
         self._blocks: dict[bytes, Block] = {}
         self._homes: list[dict[int, Block]] = [{} for _ in pools]  # page -> who keeps it
@@ -66,9 +75,35 @@ class PrefixCache:
             for group in self._windowed:
                 if not block.pages[group]:
                     unbroken[group] = len(chain)
+            if self.checkpoints is not None and not block.checkpoint:
+                continue
             if all(self._serves(group, unbroken[group], len(chain)) for group in self._windowed):
                 best = len(chain)
         return best, [self._table(group, chain[:best]) for group in range(len(self.pools))]
+
+    def depth(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys`' blocks are here, whether they can be reused or not."""
+        return next((n for n, key in enumerate(keys) if key not in self._blocks), len(keys))
+
+    def checkpoint(self, key: bytes) -> int:
+        """Of the states behind a block; 0: there is none."""
+        block = self._blocks.get(key)
+        return block.checkpoint if block else 0
+
+    def attach(self, key: bytes, number: int) -> None:
+        """The states behind a block are in this checkpoint, which the caller gives up: it is kept
+        with the block, or free if that is not here or has one."""
+        assert self.checkpoints is not None
+        block = self._blocks.get(key)
+        if block is not None and not block.checkpoint:
+            self.checkpoints.keep(number)
+            block.checkpoint, self._kept[number] = number, block
+        self.checkpoints.release([number])
+
+    def detach(self, key: bytes) -> None:
+        """The states behind a block are of little use now."""
+        if block := self._blocks.get(key):
+            self._lose_checkpoint(block)
 
     def insert(self, before: bytes | None, key: bytes, pages: list[list[int]]) -> None:
         """Keep a block whose pages were computed and are in use. A group without them has []."""
@@ -119,6 +154,16 @@ class PrefixCache:
         if not self.pools[group].window or not any(block.pages):
             self._drop(block)
 
+    def _forgotten(self, number: int) -> None:
+        """Another state is kept there now."""
+        self._kept.pop(number).checkpoint = 0
+
+    def _lose_checkpoint(self, block: Block) -> None:
+        if block.checkpoint and self.checkpoints is not None:
+            del self._kept[block.checkpoint]
+            self.checkpoints.forget(block.checkpoint)
+            block.checkpoint = 0
+
     def _strip(self, block: Block, group: int) -> None:
         pages, block.pages[group] = block.pages[group], []
         for page in pages:
@@ -134,5 +179,6 @@ class PrefixCache:
             del self._blocks[block.key]
             for group in range(len(self.pools)):
                 self._strip(block, group)
+            self._lose_checkpoint(block)
             doomed += block.after.values()
             block.after = {}

@@ -81,6 +81,11 @@ class Request:
     shared: int = 0  # tokens whose pages another request has computed
     keys: list[bytes] = field(default_factory=list)  # of the whole blocks of known
     remembered: int = 0  # blocks that the prefix cache has been offered
+    # Kept by Checkpoints:
+    marks: frozenset[int] = frozenset()  # where chunks end, since states are kept there
+    saved: list[tuple[int, int]] = field(default_factory=list)  # (position, checkpoint) not known
+    restored: int = 0  # the checkpoint that it begins from, until its first Step
+    rolled: bytes = b""  # the block of its answer whose states are kept until later ones are
 
     def __post_init__(self) -> None:
         self.known = list(self.prompt)
@@ -103,6 +108,10 @@ class Request:
         """
         prompt = len(self.prompt)
         return prompt if self.computed < prompt else len(self.known)
+
+    def must_stop(self, position: int) -> bool:
+        """A chunk that has come so far ends there."""
+        return position != self.computed and position in self.marks
 
     @property
     def can_share(self) -> bool:

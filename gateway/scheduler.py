@@ -65,7 +65,7 @@ class Scheduler:
         # Decode rows must leave room for a whole chunk, or a prompt could wait for ever.
         slots = max(1, min(plan.slots, plan.batch_tokens - self.alignment))
         self.tables = PageTables(plan, self.alignment)
-        self.pools = self.tables.pools
+        self.pools, self.checkpoints = self.tables.pools, self.tables.checkpoints
         self.budget = Budget(plan.batch_tokens, self.alignment, max_gap)
         self.waiting = Queues()
         self.running: list[Request] = []  # by arrival
@@ -139,7 +139,7 @@ class Scheduler:
         self.running.clear()
         for request in self.waiting:  # a preempted one may wait for tokens that never come
             request.ahead = 0
-        self.tables.prefixes.clear()
+        self.tables.clear()
         for request in culprits:
             self._finish(request)
         return culprits
@@ -180,7 +180,8 @@ class Scheduler:
         for request in ends:  # later Steps may share what this one computes
             if request.state is State.RUNNING:
                 self.tables.remember(request, request.computed)
-        step = Step(id=flight.step, rows=rows, release=self._releases)
+        copies = self.checkpoints.copies()
+        step = Step(id=flight.step, rows=rows, release=self._releases, copy=copies)
         self._next_step += 1
         self._releases = []
         self.in_flight.append(flight)
@@ -254,6 +255,7 @@ class Scheduler:
                 return None
         request.computed += 1
         request.ahead += 1
+        self.checkpoints.passed(request)
         return Row(slot=request.slot, start=start, tokens=CONTINUE, pages=pages)
 
     def _prefill(self, request: Request, end: int) -> Row | None:
@@ -273,10 +275,12 @@ class Scheduler:
         if request.is_new:
             row.sampling, row.want = request.sampling, request.want
             row.pages = [table.copy() for table in request.pages]
-            if start and request.needs_history:
+            if start and (request.needs_history or self.checkpoints.pool):
                 row.history = np.array(request.known[:start], np.int32)
+            self.checkpoints.enter(request)
             request.is_new = False
         request.computed = end
+        self.checkpoints.passed(request)
         if row.sample:
             request.is_prefilling = False
             request.ahead += 1
@@ -299,7 +303,8 @@ class Scheduler:
                 return None
             computed, shared = self.tables.prefix(request)
             rest = len(request.known) - computed
-            if self._is_underway(request, computed) or not accepts(request, rest):
+            is_underway = self.tables.is_underway(request, computed, self.running)
+            if is_underway or not accepts(request, rest):
                 if request is self._stuck:
                     self._stuck = None  # it does not want pages now
                 continue
@@ -322,19 +327,6 @@ class Scheduler:
 
     def _is_behind_stuck(self, request: Request) -> bool:
         return self._stuck is not None and self._stuck.id < request.id
-
-    def _is_underway(self, request: Request, computed: int) -> bool:
-        """The next block of its prefix is being computed for somebody else."""
-        block = computed // self.tables.block
-        if not request.can_share or (block + 1) * self.tables.block >= len(request.known):
-            return False
-        key = request.keys[block]
-        return any(
-            other.is_prefilling
-            and other.remembered <= block < len(other.keys)
-            and other.keys[block] == key
-            for other in self.running
-        )
 
     # --- slots ----------------------------------------------------------------------------
 

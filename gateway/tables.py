@@ -6,8 +6,10 @@ window) is given back early and stands as 0. Knows nothing of steps, slots or wh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import lcm
 
+from voltapile.gateway.checkpoints import Checkpoints, numbers
 from voltapile.gateway.pages import PagePool
 from voltapile.gateway.prefix import PrefixCache, extend_keys
 from voltapile.gateway.request import Request
@@ -23,7 +25,10 @@ class PageTables:
         groups = plan.caches
         self.pools = [PagePool(g.pages, g.page_tokens, g.window) for g in groups]
         self.block = lcm(alignment, *(pool.page_tokens for pool in self.pools))
-        self.prefixes = PrefixCache(self.pools, self.block)
+        kept = numbers(plan)
+        self.can_reuse = kept is not None or not plan.has_states
+        self.prefixes = PrefixCache(self.pools, self.block, kept)
+        self.checkpoints = Checkpoints(plan, self.prefixes)
         self._windowed = [(i, pool) for i, pool in enumerate(self.pools) if pool.window]
         # The most pages that one request ever holds at once.
         self._spans = [
@@ -41,7 +46,8 @@ class PageTables:
     def prefix(self, request: Request) -> tuple[int, Table]:
         """How many tokens of `request` need no computing, and their pages; one is always left."""
         self.keys(request)
-        most = (len(request.known) - 1) // self.block if request.can_share else 0
+        can_share = request.can_share and self.can_reuse
+        most = (len(request.known) - 1) // self.block if can_share else 0
         blocks, pages = self.prefixes.longest(request.keys[:most])
         return blocks * self.block, pages
 
@@ -65,6 +71,7 @@ class PageTables:
         request.hidden = [0] * len(self.pools)
         request.computed = request.shared = computed
         request.remembered = computed // self.block
+        self.checkpoints.begin(request, computed)
         self._measure(request)
         return True
 
@@ -95,6 +102,7 @@ class PageTables:
             pool.release([page for page in table if page])
         request.pages = []
         request.remembered = 0
+        self.checkpoints.end(request)
 
     # --- prefixes -------------------------------------------------------------------------
 
@@ -105,7 +113,7 @@ class PageTables:
     def remember(self, request: Request, valid: int) -> None:
         """The first `valid` positions are computed: later requests may share them."""
         first, last = request.remembered, valid // self.block
-        if last <= first:
+        if last <= first or not self.can_reuse:
             return
         request.remembered = last
         keys = self.keys(request)
@@ -116,6 +124,25 @@ class PageTables:
                 own = table[n * size : (n + 1) * size]
                 pages.append(own if all(own) else [])
             self.prefixes.insert(keys[n - 1] if n else None, keys[n], pages)
+        self.checkpoints.remember(request, valid)
+
+    def is_underway(self, request: Request, computed: int, running: Iterable[Request]) -> bool:
+        """More of its prefix than `computed` tokens is being computed for somebody else."""
+        block = computed // self.block
+        if not request.can_share or (block + 1) * self.block >= len(request.known):
+            return False
+        others = [other for other in running if other.is_prefilling]
+        if self.prefixes.checkpoints is not None:
+            return any(self.checkpoints.is_underway(request, computed, each) for each in others)
+        key = request.keys[block]
+        return any(
+            each.remembered <= block < len(each.keys) and each.keys[block] == key for each in others
+        )
+
+    def clear(self) -> None:
+        """The workers, and what they had, are gone."""
+        self.prefixes.clear()
+        self.checkpoints.clear()
 
     def forget(self, request: Request) -> None:
         """What `request` has computed or used is not to be trusted."""

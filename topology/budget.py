@@ -104,7 +104,7 @@ def _shortage(budget: Budget, context: int) -> str:
     kv = pool.growing(-(-context // budget.page_tokens))
     named = "".join(
         f"{name} {show(pool.part(name))}, "
-        for name in ("weights", "state", "communication")
+        for name in ("weights", "state", "checkpoints", "communication")
         if pool.part(name)
     )
     where = "" if len(budget.pools) == 1 else f" on {pool.owner}"

@@ -32,11 +32,13 @@ from voltapile.topology.plan import (
     RankPlan,
 )
 from voltapile.topology.ranks import Spread, divide_cpus
+from voltapile.topology.scratch import state_bytes
 from voltapile.topology.spec import CacheNeed, Spec
 
 DEFAULT_SLOTS = 4
 CHUNK = 64  # prefill chunks end at multiples of it
 STEPS_IN_FLIGHT = 2
+CHECKPOINT_BYTES, CHECKPOINT_PART = 8 << 30, 8  # at most, and of what is left of host memory
 MUCH = 2 << 30  # of a GPU's memory; less than that takes a desktop
 
 
@@ -73,7 +75,8 @@ def draft_of(
     warnings: Sequence[str],
 ) -> Draft:
     steps = options.steps_in_flight or (1 if spread.mode == "layer" else STEPS_IN_FLIGHT)
-    load = Load(options.slots or DEFAULT_SLOTS, options.batch_tokens, steps)
+    kept = _checkpoints(spec, gguf, machine, backend, options, spread)
+    load = Load(options.slots or DEFAULT_SLOTS, options.batch_tokens, steps, kept)
     groups = _cache_groups(spec, backend, options)
     layout = layout_of(spec, gguf.tensors, machine, backend, options, spread, load, groups)
     rules, obeyed = _rules(layout)
@@ -85,6 +88,31 @@ def draft_of(
         places = fit(places, obeyed.places, layout.budget, spec, machine, options, notes)
     found = [*warnings, *faults(rules, obeyed)]
     return Draft(layout, rules, obeyed, places, layout.budget(places), found, notes)
+
+
+def _checkpoints(
+    spec: Spec,
+    gguf: TensorTable,
+    machine: Machine,
+    backend: Backend,
+    options: Options,
+    spread: Spread,
+) -> int:
+    """How many states of slots are kept in the host's memory, by all ranks together: a part of what
+    the model leaves there, but some in any case. Raises PlanError."""
+    if options.checkpoints < 0 or options.checkpoint_tokens < 1:
+        raise PlanError(
+            f"--ctx-checkpoints {options.checkpoints}, --checkpoint-every-n-tokens "
+            f"{options.checkpoint_tokens}: expected 0 or more, and 1 or more"
+        )
+    one = sum(state_bytes(spec, share) for share in spread.shares)
+    free, model = machine.available_bytes, sum(each.nbytes for each in gguf.tensors.values())
+    vram = sum(machine.gpus[place].free_bytes for place in spread.places) if backend.in_vram else 0
+    left = free - max(0, model - vram)
+    room = min(CHECKPOINT_BYTES, max(left // CHECKPOINT_PART, free // 64))
+    if options.checkpoint_bytes >= 0:
+        room = options.checkpoint_bytes
+    return min(options.checkpoints * (options.slots or DEFAULT_SLOTS), room // one) if one else 0
 
 
 def _rules(layout: Layout) -> tuple[list[Rule], Obeyed]:
@@ -154,6 +182,9 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
             for group, count in zip(layout.groups, counts, strict=True)
         ],
         islands=_islands(layout),
+        has_states=any(need.state for need in layout.needs(draft.places)),
+        checkpoints=layout.load.checkpoints,
+        checkpoint_tokens=options.checkpoint_tokens if layout.load.checkpoints else 0,
         tensors=_placements(gguf, draft),
         shared=shared,
         overrides=_overrides(draft),

@@ -62,6 +62,7 @@ class Layout:
         """Of each rank, beside its VRAM."""
         return [
             host_sizes(
+                self.spec,
                 self.backend,
                 self.groups,
                 share,

@@ -47,10 +47,11 @@ class Sizes:
     weights: int = 0  # in VRAM or copied; what stays in the mapped file does not count
     state: int = 0  # of all slots, beside their pages
     communication: int = 0  # what other ranks write to this one
+    checkpoints: int = 0  # copies of slots' states
 
     @property
     def fixed(self) -> int:
-        own = self.weights + self.state + self.scratch + self.slots
+        own = self.weights + self.state + self.scratch + self.slots + self.checkpoints
         return own + self.communication + self.reserve
 
     def pages(self, columns: int) -> list[int]:
@@ -72,6 +73,7 @@ class Sizes:
             "state": self.state,
             "scratch": self.scratch,
             "slots": self.slots + (columns + 1) * self.table + context * self.history,
+            "checkpoints": self.checkpoints,
             "communication": self.communication,
             "reserve": self.reserve,
         }
@@ -85,6 +87,7 @@ class Load:
     slots: int
     batch: int  # most tokens of a step
     steps_in_flight: int
+    checkpoints: int = 0  # of slots' states
 
 
 def sizes(
@@ -112,10 +115,17 @@ def sizes(
         weights=weights,
         state=(slots + 1) * state_bytes(spec, share),
         communication=ranks * backend.group_bytes if ranks > 1 else 0,
+        checkpoints=0 if backend.in_vram else checkpoint_bytes(spec, share, load.checkpoints),
     )
 
 
+def checkpoint_bytes(spec: Spec, share: Share, count: int) -> int:
+    """Of so many, and the place that a rank has for itself; none, none either."""
+    return (count + 1) * state_bytes(spec, share)
+
+
 def host_sizes(
+    spec: Spec,
     backend: Backend,
     caches: Sequence[CacheGroup],
     share: Share,
@@ -134,6 +144,7 @@ def host_sizes(
         table=0,
         history=0,
         weights=weights,
+        checkpoints=checkpoint_bytes(spec, share, load.checkpoints),
     )
 
 

@@ -58,6 +58,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     steps_in_flight: int = 0  # Steps that may be under way at once
     ranks: int = 0  # worker processes; 0: one, or one for each GPU that the mode uses
     split_mode: str = ""  # -sm: none | layer | tensor | experts; "" means choose
+    checkpoints: int = 32  # --ctx-checkpoints: states of hybrid models that are kept, for each slot
+    checkpoint_tokens: int = 4096  # of a prompt between two of them
+    checkpoint_bytes: int = -1  # --cache-ram: host memory for them; -1: some of what is free
     router_input: str = ""  # f32: not rounded to BF16 where the model's router was trained on that
     tensor_split: list[float] = []  # -ts: proportions of the ranks; [] means equal ones
     islands: list[int] = []  # --islands: of each rank; [] means as the GPUs reach each other
@@ -124,7 +127,8 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process. memory: bytes by purpose (weights, kv, state, scratch, slots,
-    communication, reserve), in VRAM where the device is a GPU; host: those beside it, in memory."""
+    checkpoints, communication, reserve), in VRAM where the device is a GPU; host: those beside it,
+    in memory."""
 
     rank: int
     share: Share  # what it computes of the model
@@ -157,6 +161,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankPlan]
     caches: list[CacheGroup]
     tensors: dict[str, Placement]
+    has_states: bool = False  # layers remember of each slot more than pages hold
+    checkpoints: int = 0  # copies of slots' states that ranks can keep, beside number 0
+    checkpoint_tokens: int = 0  # of a prompt between two of them
     mode: str = "single"  # single | layer | tensor | experts
     islands: list[int] = []  # of each rank, where the user has declared them
     shared: dict[str, int] = {}  # bytes of host memory that all ranks read, by purpose

@@ -61,10 +61,10 @@ def state_bytes(spec: Spec, share: Share) -> int:
         layers = len(set(spec.delta.layers) & set(share.layers))
         values, channels = len(share.value_heads), _channels(spec, share)
         state = values * dim * dim + (spec.delta.conv_kernel - 1) * channels
-        total += 4 * layers * (state + WINDOW * (channels + 2 * values))
+        total += layers * (4 * (state + WINDOW * (channels + 2 * values)) + ALLOCATION_BYTES)
     if spec.ngrams and spec.ngrams.layer in share.layers:
         rows = (spec.ngrams.conv_kernel - 1) * spec.ngrams.size + WINDOW
-        total += 4 * rows * spec.streams * spec.width
+        total += 4 * rows * spec.streams * spec.width + ALLOCATION_BYTES
     if spec.indexer:
         layers = sum(len(set(n.layers) & set(share.layers)) for n in spec.caches if n.index_dim)
         total += 4 * layers * (spec.indexer.block + WINDOW) * spec.indexer.key_dim

@@ -39,6 +39,7 @@ from voltapile.topology.plan import Plan
 from voltapile.topology.spec import as_chosen
 from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import Caches
+from voltapile.workers.checkpoints import Checkpoints
 from voltapile.workers.group import WAIT_SECONDS, meet
 from voltapile.workers.loading import TOGETHER, Progress, Stages, beside, comparison, shortage
 from voltapile.workers.models.registry import model_class
@@ -101,14 +102,15 @@ class Engine:
         progress("caches", 0.0)
         self.caches = Caches(self.plan, self.ops, self.share)
         self.model.allocate(self.plan.slots + 1)
+        states = [state for _, state in self.model.states()]
+        self.checkpoints = Checkpoints(self.ops, states, self.plan.checkpoints)
         most_tokens = max(self.plan.batch_tokens, self.most_outputs)
         self.buffer = BatchBuffer(
             self.ops, most_tokens, self.caches.pages, self.caches.state.history
         )
         self.out = step_output(self.ops, self.most_outputs)
-        self.search = Search(
-            self.model, self.caches.layers, self.buffer, self.ops, spec, self.share, self.is_alone
-        )
+        looked_at = self.model, self.caches.layers, self.buffer, self.ops, spec, self.share
+        self.search = Search(*looked_at, self.is_alone, self.checkpoints)
         self.graphs: dict[int, Graph] = {}  # of steps of one token a row, by rows
         self.chunks: dict[int, Graph] = {}  # of prompts as large as a step may be, by outputs
         progress("kernels", 0.0)
@@ -126,8 +128,8 @@ class Engine:
         taken = Counter(self.ops.taken)
         tables = sum(table.nbytes for table in self.caches.tables)
         taken[TOGETHER if TOGETHER in taken else "slots"] += self.buffer.host.nbytes + tables
-        if self.copied_bytes:
-            taken["weights"] += self.copied_bytes
+        own = {"weights": self.copied_bytes, "checkpoints": self.checkpoints.memory.nbytes}
+        taken.update({purpose: nbytes for purpose, nbytes in own.items() if nbytes})
         return beside(self.plan.ranks[self.rank].memory, taken)
 
     def run(self, step: Step) -> Result:
@@ -141,10 +143,10 @@ class Engine:
         self._apply(step)
         sampling = [row for row in step.rows if row.sample and self.answers]
         wants = [self.wants[row.slot] for row in sampling]
+        scores = self._score_prompts(step.rows)
         if step.rows:
             self._compute(step.rows)
         arrival = self.ops.fetch(self._output(sampling, wants))
-        scores = self._score_prompts(step.rows)
         uses = [self.uses[row.slot] for row in sampling]
         return Pending(step, began, arrival, sampling, wants, uses, scores)
 
@@ -190,7 +192,7 @@ class Engine:
         for slot in step.release:
             self._release(slot)
         for copy in step.copy:
-            self.caches.copy(copy)
+            (self.caches if copy.kind == "page" else self.checkpoints).copy(copy)
         for row in step.rows:
             assert row.embeds is None, "vision rows are not built yet"
             assert row.mask is None, "grammar masks are not built yet"
@@ -299,19 +301,21 @@ class Engine:
         return answers
 
     def _score_prompts(self, rows: Sequence[Row]) -> dict[int, PromptScores]:
-        """Compute the rows of wanted prompts once more, with logits after each token: the usual
-        way stays as it is, and keys and values are written again, unchanged.
+        """Compute the rows of wanted prompts once more, with logits after each token, before they
+        are computed the usual way: that stays as it is, finds the states that it would have found,
+        and writes keys and values again, unchanged.
 
         Every rank computes them, one looks at them. Gives the scores of those prompts that end
         here."""
         for row in rows:
             scores = self.scores.get(row.slot)
             if scores and len(row.tokens) and scores.needs(row.start):
-                logits = self._logits(row.slot, row.tokens, row.start)
-                if self.answers:
-                    scores.add(row.start, row.tokens, logits)
-                else:
-                    deque(logits, maxlen=0)
+                with self.checkpoints.unchanged(row.slot):
+                    logits = self._logits(row.slot, row.tokens, row.start)
+                    if self.answers:
+                        scores.add(row.start, row.tokens, logits)
+                    else:
+                        deque(logits, maxlen=0)
         ended = {row.slot for row in rows if row.sample} & self.scores.keys()
         return {slot: self.scores.pop(slot) for slot in ended}
 

@@ -1,7 +1,8 @@
 """Where the logits of a token stopped being finite: the layer, for the message.
 
 Alone, the token is computed again. Ranks of a group come here at different moments, so they must
-not wait for each other: they look at the keys and values that they have kept. Knows no requests.
+not wait for each other, and layers with states cannot go back: there it looks at keys, values and
+states that were kept. Knows no requests.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from voltapile.topology.share import Share
 from voltapile.topology.spec import Spec
 from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import LayerKV
+from voltapile.workers.checkpoints import Checkpoints
 from voltapile.workers.models.blocks import Model
 from voltapile.workers.protocol import Row
 
@@ -30,15 +32,18 @@ class Search:
         spec: Spec,
         share: Share,
         is_alone: bool,
+        checkpoints: Checkpoints,
     ) -> None:
         self.model, self.layers, self.buffer, self.ops = model, layers, buffer, ops
         self.share, self.last, self.is_alone = share, spec.layers, is_alone
+        self.checkpoints = checkpoints
         self.nothing = ops.zeros((1, max(1, len(share.head_map)) * spec.key_dim), np.float32)
 
     def place(self, token: int, slot: int, position: int) -> str:
         """For people. The slot's keys and values are written once more, unchanged, at most."""
         row = Row(slot=slot, start=position, tokens=np.array([token], np.int32))
-        return self._computed_again(row) if self.is_alone else self._kept(row)
+        can_repeat = self.is_alone and not self.checkpoints.states
+        return self._computed_again(row) if can_repeat else self._kept(row)
 
     def _computed_again(self, row: Row) -> str:
         """Halves the range of layers where it may have gone wrong."""
@@ -56,10 +61,13 @@ class Search:
 
     def _kept(self, row: Row) -> str:
         """A query of zeros sees the mean of all values, unless a key or a value is not finite."""
-        if not self.share.head_map:
+        if not self.share.head_map and not self.checkpoints.states:
             return "this rank keeps no keys that would tell where"
-        batch = self._batch(row)
+        batch, states = self._batch(row), self.model.states()
         for number, layer in zip(self.share.layers, self.layers, strict=True):
+            of_layer = [state for owner, state in states if owner == number]
+            if not all(self.checkpoints.is_finite(state, row.slot) for state in of_layer):
+                return f"first in the state of layer {number}"
             if layer.kv is None:
                 continue
             heads = self.share.head_map
@@ -69,7 +77,8 @@ class Search:
                     is_handed_on = number == self.share.layers[0] and not self.share.embeds
                     since = " or before" if is_handed_on else ""
                     return f"first in the keys and values of layer {number}{since}"
-        return f"after the keys and values of layer {self.share.layers[-1]}"
+        what = "states, " if states else ""
+        return f"after the {what}keys and values of layer {self.share.layers[-1]}"
 
     def _batch(self, row: Row) -> Batch:
         batch = self.buffer.fill([row])

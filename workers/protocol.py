@@ -95,7 +95,8 @@ class Row(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class Copy(msgspec.Struct, array_like=True, kw_only=True):
-    """A copy made before the rows of a Step run: kind is "page", "checkpoint" or "restore"."""
+    """A copy made before the rows of a Step run, in order. kind "page": from one page of a group to
+    another; "checkpoint": a slot's states to the checkpoint `target`; "restore": back to a slot."""
 
     kind: str
     source: int

@@ -46,6 +46,14 @@ def add_model_options(
         help="steps under way at once; 0: 2, or 1 in layer mode")  # fmt: skip
     add("-ctk", "--cache-type-k", default="", metavar="TYPE", help="type of the cached keys")
     add("-ctv", "--cache-type-v", default="", metavar="TYPE", help="type of the cached values")
+    add("-ctxcp", "--ctx-checkpoints", dest="checkpoints", type=int, default=32, metavar="N",
+        help="states of a hybrid model that are kept for later turns, for each of -np")  # fmt: skip
+    add("-cpent", "--checkpoint-every-n-tokens", dest="checkpoint_tokens", type=int, default=4096,
+        metavar="N", help="of a prompt between two of them")  # fmt: skip
+    add("-cram", "--cache-ram", type=int, default=-1, metavar="MIB",
+        help="host memory for them; -1: a part of what is free, up to 8192")  # fmt: skip
+    add("--router-input", default="bf16", choices=("bf16", "f32"),
+        help="f32: do not round it where a model's router was trained on BF16")  # fmt: skip
     add("-a", "--alias", default="", metavar="NAME", help="the model's name for clients")
     add("--no-mmap", action="store_true",
         help="copy the weights into huge pages: a slower start, faster decoding")  # fmt: skip
@@ -231,6 +239,10 @@ def options_of(args: argparse.Namespace, endpoint: str = "") -> Options:
         endpoint=endpoint or getattr(args, "endpoint", None) or "",
         alias=args.alias,
         no_mmap=args.no_mmap,
+        checkpoints=args.checkpoints,
+        checkpoint_tokens=args.checkpoint_tokens,
+        checkpoint_bytes=args.cache_ram << 20 if args.cache_ram >= 0 else -1,
+        router_input="f32" if args.router_input == "f32" else "",
         ranks=args.ranks,
         split_mode=args.split_mode,
         tensor_split=args.tensor_split,

@@ -19,6 +19,7 @@ PURPOSES = {
     "state": "state",
     "scratch": "scratch",
     "slots": "slots",
+    "checkpoints": "checkpoints",  # copies of states
     "communication": "ranks",  # what they write to each other
     "draft": "draft",
     "shared": "shared",

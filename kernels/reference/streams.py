@@ -16,12 +16,12 @@ class ReferenceStreams(ReferenceOps):
         return np.tile(x, (1, count))
 
     def stream_norm(self, x: np.ndarray, weight: Weight, width: int, eps: float) -> Array:
-        runs = x.reshape(len(x), -1, width)
+        runs = x.reshape(len(x), x.shape[1] // width, width)
         mean = np.mean(runs * runs, axis=-1, keepdims=True)
         return (runs / np.sqrt(mean + np.float32(eps))).reshape(x.shape) * _flat(self, weight)
 
     def stream_mix(self, x: np.ndarray, gate: np.ndarray, width: int) -> Array:
-        return np.mean((x * sigmoid(gate)).reshape(len(x), -1, width), axis=1)
+        return np.mean((x * sigmoid(gate)).reshape(len(x), x.shape[1] // width, width), axis=1)
 
     def stream_add_(self, x: np.ndarray, inject: np.ndarray, y: np.ndarray) -> Array:
         factors = 2 * sigmoid(inject / np.float32(inject.shape[1]))

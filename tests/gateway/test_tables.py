@@ -13,6 +13,7 @@ class Sketch:
 
     def __init__(self, *groups: tuple[int, int, int], batch_tokens: int = 8) -> None:
         self.context, self.batch_tokens = 1000, batch_tokens
+        self.has_states, self.checkpoints, self.checkpoint_tokens = False, 0, 0
         self.caches = [
             CacheGroup(
                 kind="", layers=[0], kv_heads=1, key_dim=8, value_dim=8, window=window,

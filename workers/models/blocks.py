@@ -56,6 +56,10 @@ class Model(ABC):
     def allocate(self, slots: int) -> None:
         """Make what layers remember of each slot beside keys and values; once, after loading."""
 
+    def states(self) -> list[tuple[int, Any]]:
+        """What was made, with its layer, in the order of layers."""
+        return []
+
     @abstractmethod
     def forward(
         self, batch: Batch, caches: Sequence[LayerCache], taps: Collection[int] = ()
@@ -75,6 +79,9 @@ class Model(ABC):
 
 class Stateful(Protocol):
     """A part of a layer that remembers something of each slot."""
+
+    layer: int
+    state: Any  # None where this rank has nothing of it
 
     def allocate(self, slots: int) -> None: ...
 
@@ -106,6 +113,10 @@ class Decoder(Model):
     def allocate(self, slots: int) -> None:
         for part in self.stateful():
             part.allocate(slots)
+
+    def states(self) -> list[tuple[int, Any]]:
+        found = [(part.layer, part.state) for part in self.stateful() if part.state is not None]
+        return sorted(found, key=lambda each: each[0])
 
     def stateful(self) -> list[Stateful]:
         return []

@@ -107,11 +107,10 @@ class GatedAttention(Attention):
 class DeltaNet:
     """Linear attention that forgets, with a state instead of a cache."""
 
-    state: Any
-
     def __init__(self, spec: Spec, share: Share, weights: Weights, layer: int, ops: Ops) -> None:
         assert spec.delta is not None
         blk = f"blk.{layer}"
+        self.layer, self.state = layer, cast(Any, None)
         self.ops = cast(FamilyOps, ops)
         self.shape = delta_shape(spec.delta, share, spec.eps)
         columns = 0, self.shape.value_heads * self.shape.dim

@@ -127,10 +127,9 @@ class SparseAttention(GatedAttention):
 class NGrams:
     """Embeddings of hashed n-grams, added to all streams before one layer."""
 
-    state: Any
-
     def __init__(self, spec: Spec, weights: Weights, layer: int, ops: Ops) -> None:
         assert spec.ngrams is not None
+        self.layer, self.state = layer, cast(Any, None)
         ple, self.ops, self.eps = f"blk.{layer}.ple", cast(FamilyOps, ops), spec.eps
         self.table = weights("per_layer_token_embd.weight")
         self.projections = [weights(f"{ple}_{name}.weight") for name in ("key", "value")]
