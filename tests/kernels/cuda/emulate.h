@@ -181,6 +181,13 @@ inline int __all_sync(unsigned mask, int vote) {
   for (int i = 0; i < 32; ++i) all = __shfl_sync(mask, vote, i) != 0 && all;
   return all;
 }
+inline unsigned __ballot_sync(unsigned mask, int vote) {
+  unsigned all = 0;
+  for (unsigned i = 0; i < 32; ++i) all |= (__shfl_sync(mask, vote, i) != 0 ? 1u : 0u) << i;
+  return all;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __syncthreads_and(int vote) {
   static int all, none;  // `none` is what threads set, so that nobody needs to begin
   if (!vote) none = 1;

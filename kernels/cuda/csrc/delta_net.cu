@@ -1,0 +1,211 @@
+// Gated delta nets: three kernels a layer, for decoding and prompts alike, token after token, so
+// that a row's bits depend on no company. See kernels/families.py for the formulas.
+//
+// State of a slot: history [taps - 1][channels] of the convolution, matrix [value heads][dim of
+// values][dim of keys], and the inputs of a provisional step. -D DIM, of a head.
+#include "state_rows.cuh"
+
+namespace voltapile {
+
+constexpr int COLUMNS = 32;         // of a head's values that a block of delta_step takes
+constexpr int FOURS = DIM / 16;     // of keys that a lane holds of its column
+constexpr int PER_LANE = DIM / 32;  // values of a head that a lane of a warp holds
+
+struct Heads {
+  int keys, values;
+  __device__ int channels() const { return (2 * keys + values) * DIM; }
+};
+
+// What a lane of delta_step needs of one token: its part of k and q, its value, and the head's two
+// gates before they become numbers between 0 and 1.
+struct Inputs {
+  float4 k[FOURS], q[FOURS];
+  float v, b, a;
+
+  __device__ __forceinline__ void load(const float* c, const float* b_at, const float* a_at,
+                                       int q_from, int k_from, int v_at) {
+#pragma unroll
+    for (int i = 0; i < FOURS; ++i) {
+      k[i] = *reinterpret_cast<const float4*>(c + k_from + 16 * i);
+      q[i] = *reinterpret_cast<const float4*>(c + q_from + 16 * i);
+    }
+    v = c[v_at], b = *b_at, a = *a_at;
+  }
+};
+
+__device__ __forceinline__ float dot(const float4 (&x)[FOURS], const float4 (&y)[FOURS]) {
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int i = 0; i < FOURS; ++i) {
+    sum.x = fmaf(x[i].x, y[i].x, sum.x), sum.y = fmaf(x[i].y, y[i].y, sum.y);
+    sum.z = fmaf(x[i].z, y[i].z, sum.z), sum.w = fmaf(x[i].w, y[i].w, sum.w);
+  }
+  float all = (sum.x + sum.y) + (sum.z + sum.w);
+  all += __shfl_xor_sync(ALL, all, 1);  // four lanes have a column
+  return all + __shfl_xor_sync(ALL, all, 2);
+}
+
+// The column's part of the state goes on by a token; returns its output.
+__device__ __forceinline__ float go_on(float4 (&s)[FOURS], const Inputs& in, float rate, float dt) {
+  const float x = in.a + dt;
+  const float decay = expf(rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)))));
+#pragma unroll
+  for (int i = 0; i < FOURS; ++i)
+    s[i].x *= decay, s[i].y *= decay, s[i].z *= decay, s[i].w *= decay;
+  const float error = sigmoid(in.b) * (in.v - dot(s, in.k));
+#pragma unroll
+  for (int i = 0; i < FOURS; ++i) {
+    s[i].x = fmaf(in.k[i].x, error, s[i].x), s[i].y = fmaf(in.k[i].y, error, s[i].y);
+    s[i].z = fmaf(in.k[i].z, error, s[i].z), s[i].w = fmaf(in.k[i].w, error, s[i].w);
+  }
+  return dot(s, in.q);
+}
+
+}  // namespace voltapile
+
+using namespace voltapile;
+
+// grid: (heads of q, k and v; tokens), DIM threads: a channel each. m: [tokens][channels]; c: alike,
+// what the convolution makes, q and k of length 1 (q then over sqrt(DIM)); c_log: [slots][WINDOW]
+// [channels], the same of logged tokens that stand.
+extern "C" __global__ void __launch_bounds__(DIM)
+delta_conv(const float* m, const void* taps, const float* histories, const float* logs,
+           const int* logged, const int* slots, const int* positions, const int* kept, float* c,
+           float* c_log, int* stands, int tokens, int key_heads, int value_heads, int count,
+           int kind, float eps) {
+  __shared__ float scratch[32];
+  grid_launch();
+  grid_wait();
+  const Step step{slots, positions, kept, tokens, 0};
+  const Heads heads{key_heads, value_heads};
+  const int head = blockIdx.x, t = blockIdx.y, channel = head * DIM + threadIdx.x;
+  const int channels = heads.channels(), depth = count - 1, slot = slots[t];
+  const int before = before_in_row(slots, t, depth);
+  const bool is_first = before == 0;
+  const int found = before < depth ? standing(step, logged, t - before) : FRESH;
+  const bool is_normed = head < 2 * key_heads;
+  const float length = head < key_heads ? 1.0f / sqrtf(static_cast<float>(DIM)) : 1.0f;
+  // own: of the token; the tokens before it in the row end at `own`.
+  const auto convolve = [&](const float* own, int rows, const Past& past) {
+    float sum = 0.0f;
+    for (int j = 0; j < count; ++j) {
+      const int back = depth - j;
+      const float x = back <= rows ? own[-static_cast<long long>(back) * channels]
+                                   : past.at(back - rows, channel);
+      sum = fmaf(tap_at(taps, kind, static_cast<long long>(channel) * count + j), x, sum);
+    }
+    float y = silu(sum);
+    if (is_normed) y *= length / sqrtf(block_join(y * y, scratch, Add()) + eps);
+    return y;
+  };
+  const long long at = static_cast<long long>(t) * channels + channel;
+  c[at] = convolve(m + at, before, Past(histories, logs, slot, depth, channels, found));
+  if (!is_first) return;
+  for (int i = 0; i < found; ++i) {
+    const long long place = (static_cast<long long>(slot) * WINDOW + i) * channels + channel;
+    c_log[place] = convolve(logs + place, i, Past(histories, logs, slot, depth, channels, 0));
+  }
+  if (head == 0 && threadIdx.x == 0) stands[slot] = found;
+}
+
+// grid: (value heads * DIM / COLUMNS, rows), 128 threads: four lanes for each column of values.
+// out: [tokens][value heads * DIM]. key_head_of: [value heads]. b, a: [tokens][value heads].
+extern "C" __global__ void __launch_bounds__(128)
+delta_step(const float* c, const float* c_log, const float* b, const float* a, const float* b_log,
+           const float* a_log, const float* rate, const float* dt, const int* key_head_of,
+           float* matrices, const int* stands, const int* slots, float* out, int tokens,
+           int key_heads, int value_heads, int is_provisional) {
+  grid_launch();
+  grid_wait();
+  const int first = find_row(slots, tokens, blockIdx.y);
+  if (first < 0) return;
+  const Heads heads{key_heads, value_heads};
+  constexpr int SLICES = DIM / COLUMNS;
+  const int head = blockIdx.x / SLICES, column = blockIdx.x % SLICES * COLUMNS + threadIdx.x / 4;
+  const int part = threadIdx.x & 3, slot = slots[first], channels = heads.channels();
+  const int q_from = key_head_of[head] * DIM + 4 * part, k_from = q_from + key_heads * DIM;
+  const int v_at = (2 * key_heads + head) * DIM + column, found = stands[slot];
+  const float own_rate = rate[head], own_dt = dt[head];
+  float4* matrix = reinterpret_cast<float4*>(
+      matrices + ((static_cast<long long>(slot) * value_heads + head) * DIM + column) * DIM);
+  float4 s[FOURS];
+#pragma unroll
+  for (int i = 0; i < FOURS; ++i)
+    s[i] = found == FRESH ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : matrix[4 * i + part];
+  Inputs in;
+  for (int i = 0; i < found; ++i) {
+    const long long place = static_cast<long long>(slot) * WINDOW + i;
+    in.load(c_log + place * channels, b_log + place * value_heads + head,
+            a_log + place * value_heads + head, q_from, k_from, v_at);
+    go_on(s, in, own_rate, own_dt);
+  }
+  if (is_provisional) {
+#pragma unroll
+    for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
+  }
+  const auto load = [&](int t) {
+    in.load(c + static_cast<long long>(t) * channels, b + t * value_heads + head,
+            a + t * value_heads + head, q_from, k_from, v_at);
+  };
+  load(first);
+  bool is_in = true;
+  for (int t = first; is_in; ++t) {
+    const Inputs own = in;
+    is_in = t + 1 < tokens && slots[t + 1] == slot;
+    if (is_in) load(t + 1);  // ahead
+    const float y = go_on(s, own, own_rate, own_dt);
+    if (part == 0) out[(static_cast<long long>(t) * value_heads + head) * DIM + column] = y;
+  }
+  if (!is_provisional) {
+#pragma unroll
+    for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
+  }
+}
+
+// grid: (`norms` blocks for four heads of a token each, then of each row for 128 channels each), 128
+// threads. y = norm of o, times gate(z); and what a slot remembers beside its matrices.
+extern "C" __global__ void __launch_bounds__(128)
+delta_end(const float* o, const float* norm, const float* z, float* y, const float* m,
+          const float* b, const float* a, float* histories, float* logs, float* b_log,
+          float* a_log, int* logged, const int* stands, const int* slots, int tokens,
+          int key_heads, int value_heads, int count, int is_sigmoid, float eps, int norms,
+          int is_provisional) {
+  grid_launch();
+  grid_wait();
+  const Heads heads{key_heads, value_heads};
+  const int lane = threadIdx.x & 31;
+  if (static_cast<int>(blockIdx.x) < norms) {
+    const int run = blockIdx.x * 4 + threadIdx.x / 32;
+    if (run >= tokens * value_heads) return;
+    const long long at = static_cast<long long>(run) * DIM + lane;
+    float held[PER_LANE], sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) held[i] = o[at + 32 * i], sum += held[i] * held[i];
+    const float factor = 1.0f / sqrtf(warp_join(sum, Add()) / DIM + eps);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const float gate = z[at + 32 * i];
+      y[at + 32 * i] =
+          held[i] * factor * norm[lane + 32 * i] * (is_sigmoid ? sigmoid(gate) : silu(gate));
+    }
+    return;
+  }
+  const int channels = heads.channels(), wide = (channels + 127) / 128;
+  const int row = (blockIdx.x - norms) / wide, part = (blockIdx.x - norms) % wide;
+  const int first = find_row(slots, tokens, row);
+  if (first < 0) return;
+  const int length = row_length(slots, tokens, first), slot = slots[first];
+  const int channel = part * 128 + threadIdx.x;
+  const Past past(histories, logs, slot, count - 1, channels, stands[slot]);
+  if (channel < channels)
+    go_on(histories, logs, past, slot, m + static_cast<long long>(first) * channels, length,
+          channel, is_provisional);
+  if (part > 0) return;
+  const int noted = is_provisional ? min(length, WINDOW) : 0;
+  for (int i = threadIdx.x; i < noted * value_heads; i += 128) {
+    const long long from = static_cast<long long>(first) * value_heads + i;
+    const long long to = static_cast<long long>(slot) * WINDOW * value_heads + i;
+    b_log[to] = b[from], a_log[to] = a[from];
+  }
+  if (threadIdx.x == 0) logged[slot] = noted;
+}

@@ -1,0 +1,70 @@
+// Residual streams, S of them side by side: norms, the mix of streams to one input, the way back.
+#include "block.cuh"
+#include "grid.cuh"
+
+using namespace voltapile;
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// grid: (width / 256, tokens * S). out [tokens][S][width]: x [tokens][width] S times.
+extern "C" __global__ void streams(const float* x, float* out, int width, int count) {
+  grid_launch();
+  grid_wait();
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const long long run = blockIdx.y;
+  if (i < width) out[run * width + i] = x[run / count * width + i];
+}
+
+// grid: (tokens * S), 256 threads: a run of `width` values each. weight: [S][width]
+extern "C" __global__ void __launch_bounds__(256)
+stream_norm(const float* x, const float* weight, float* out, int width, int count, float eps) {
+  __shared__ float scratch[32];
+  grid_launch();
+  grid_wait();
+  x += static_cast<long long>(blockIdx.x) * width;
+  out += static_cast<long long>(blockIdx.x) * width;
+  weight += static_cast<long long>(blockIdx.x % count) * width;
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < width; i += blockDim.x) sum += x[i] * x[i];
+  const float factor = 1.0f / sqrtf(block_join(sum, scratch, Add()) / width + eps);
+  for (int i = threadIdx.x; i < width; i += blockDim.x) out[i] = x[i] * factor * weight[i];
+}
+
+// grid: (width / 256, tokens). out [tokens][width]: the mean over streams of x * sigmoid(gate)
+extern "C" __global__ void stream_mix(const float* x, const float* gate, float* out, int width,
+                                      int count) {
+  grid_launch();
+  grid_wait();
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= width) return;
+  const long long token = blockIdx.y;
+  float sum = 0.0f;
+  for (int s = 0; s < count; ++s) {
+    const long long at = (token * count + s) * width + i;
+    sum += x[at] * sigmoid(gate[at]);
+  }
+  out[token * width + i] = sum / count;
+}
+
+// grid: (width / 256, tokens). stream s of x += 2 sigmoid(inject[token][s] / S) * y
+extern "C" __global__ void stream_add(float* x, const float* inject, const float* y, int width,
+                                      int count) {
+  grid_launch();
+  grid_wait();
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= width) return;
+  const long long token = blockIdx.y;
+  const float value = y[token * width + i];
+  for (int s = 0; s < count; ++s)
+    x[(token * count + s) * width + i] += 2.0f * sigmoid(inject[token * count + s] / count) * value;
+}
+
+// grid: (n / 256)
+extern "C" __global__ void silu_values(float* x, long long n, float scale) {
+  grid_launch();
+  grid_wait();
+  const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const float value = x[i] * scale;
+  x[i] = value * sigmoid(value);
+}

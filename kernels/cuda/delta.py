@@ -1,0 +1,126 @@
+"""Launcher of gated delta nets: convolution, recurrence, gated norm; three kernels a layer.
+
+Takes a Launcher and device arrays; knows neither cupy nor models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.states import State, make_state, tap_kind
+from voltapile.kernels.families import MAX_PROVISIONAL, DeltaShape
+from voltapile.kernels.ops import Batch
+
+DIMS = (32, 64, 128)  # of heads
+COLUMNS = 32  # of a head that a block of delta_step takes
+MAX_TOKENS = 65535  # a grid's limit on its second axis
+
+
+def _instances(function: str) -> dict[int, Instance]:
+    return {
+        dim: Instance("delta_net.cu", function, (("DIM", str(dim)),), waits=True) for dim in DIMS
+    }
+
+
+CONV, STEP, END = (_instances(name) for name in ("delta_conv", "delta_step", "delta_end"))
+INSTANCES = [*CONV.values(), *STEP.values(), *END.values()]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """DeltaWeights in device memory."""
+
+    conv1d: CudaWeight
+    a: CudaWeight
+    dt: CudaWeight
+    norm: CudaWeight
+
+
+def delta_state(ops: Launcher, slots: int, shape: DeltaShape) -> State:
+    heads, dim = shape.value_heads, shape.dim
+    if dim not in DIMS:
+        raise ValueError(f"delta nets with heads of {dim}; the cuda backend has {DIMS}")
+    values: list[tuple[int, ...]] = [(shape.kernel - 1, shape.channels), (heads, dim, dim)]
+    return make_state(ops, slots, values, [(shape.channels,), (heads,), (heads,)])
+
+
+def delta_net(
+    ops: Launcher,
+    inputs: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray],
+    weights: Parts,
+    shape: DeltaShape,
+    state: State,
+    batch: Batch,
+) -> DeviceArray:
+    m, z, b, a = inputs
+    tokens, heads, dim = len(m), shape.value_heads, shape.dim
+    assert m.shape == (tokens, shape.channels), (m, shape)
+    assert z.shape == (tokens, heads * dim), (z, shape)
+    assert b.shape == a.shape == (tokens, heads), (b, a, shape)
+    assert weights.conv1d.shape == (shape.channels, shape.kernel), weights.conv1d.shape
+    assert tokens <= MAX_TOKENS, tokens
+    y = ops.scratch((tokens, heads * dim))
+    if tokens:
+        with ops.scope():
+            _launch(ops, inputs, weights, shape, state, batch, y)
+    return y
+
+
+def _launch(
+    ops: Launcher,
+    inputs: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray],
+    weights: Parts,
+    shape: DeltaShape,
+    state: State,
+    batch: Batch,
+    y: DeviceArray,
+) -> None:
+    m, z, b, a = inputs
+    tokens, heads, dim = len(m), shape.value_heads, shape.dim
+    (history, matrix), (m_log, b_log, a_log) = state.values, state.log
+    c = ops.scratch(m.shape)
+    c_log = ops.scratch((state.slots, MAX_PROVISIONAL, shape.channels))
+    stands, o = ops.scratch((state.slots,), np.int32), ops.scratch(y.shape)
+    slots, logged = batch.slots, state.logged
+    kept = 0 if batch.kept is None else batch.kept.ptr
+    sizes = tokens, shape.key_heads, heads
+    is_provisional, eps = np.int32(batch.is_provisional), np.float32(shape.eps)
+    ops.kernel(CONV[dim])(
+        (2 * shape.key_heads + heads, tokens),
+        dim,
+        (
+            *_pointers(m, weights.conv1d, history, m_log, logged, slots, batch.positions),
+            *(kept, *_pointers(c, c_log, stands)),
+            *map(np.int32, (*sizes, shape.kernel)),
+            *(tap_kind(weights.conv1d), eps),
+        ),
+    )
+    key_head_of = ops.constant(np.asarray(shape.key_head_of, np.int32))
+    rows = min(tokens, state.slots)
+    ops.kernel(STEP[dim])(
+        (heads * dim // COLUMNS, rows),
+        128,
+        (
+            *_pointers(c, c_log, b, a, b_log, a_log, weights.a, weights.dt, key_head_of),
+            *_pointers(matrix, stands, slots, o),
+            *map(np.int32, sizes),
+            is_provisional,
+        ),
+    )
+    norms = -(-tokens * heads // 4)
+    ops.kernel(END[dim])(
+        (norms + rows * -(-shape.channels // 128),),
+        128,
+        (
+            *_pointers(o, weights.norm, z, y, m, b, a, history, m_log, b_log, a_log),
+            *_pointers(logged, stands, slots),
+            *map(np.int32, (*sizes, shape.kernel, shape.gate == "sigmoid")),
+            *(eps, np.int32(norms), is_provisional),
+        ),
+    )
+
+
+def _pointers(*arrays: DeviceArray | CudaWeight) -> tuple[int, ...]:
+    return tuple(array.ptr for array in arrays)

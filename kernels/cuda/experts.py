@@ -1,0 +1,206 @@
+"""Launchers of routed experts: the choice of them, the chosen ones' products, gates beside them.
+
+A layer's table says where each of its experts lies, so that kernels need not know who put it
+there. Takes a Launcher and device arrays; knows neither cupy nor models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+
+MOST_USED = 32  # experts of a token
+MOST_EXPERTS = 1024  # of a layer
+MOST_PAIRS = 65535  # of a launch: a grid's limit on its second axis
+VRAM = 0  # a tier
+GATE, UP = 0, 1
+# csrc/expert_items.cuh: gate, up, down; tier and owner.
+PLACE = np.dtype([("matrices", np.uint64, 3), ("tier", np.int32), ("owner", np.int32)])
+
+
+def _rows(function: str, name: str, tiles: int) -> Instance:
+    defines = {"FORMAT": name, "WARPS": CHUNKS[name].warps, "TILES": tiles, "MANY": 0}
+    named = tuple((key, str(value)) for key, value in defines.items())
+    return Instance("expert_rows.cu", function, named, is_exact=True, waits=True)
+
+
+EXPERT_UP = {name: _rows("expert_up", name, 2) for name in CHUNKS}
+EXPERT_DOWN = {name: _rows("expert_down", name, 1) for name in CHUNKS}
+BF16 = Instance("route.cu", "round_to_bf16", waits=True)
+ROUTE = Instance("route.cu", "route", waits=True)
+GATE_ROWS = Instance("route.cu", "gate_rows", waits=True)
+GATE_VALUES = Instance("route.cu", "gate_values", waits=True)
+JOIN = Instance("route.cu", "join_gate", waits=True)
+SPLIT = Instance("route.cu", "split_heads", waits=True)
+INSTANCES = [
+    *EXPERT_UP.values(),
+    *EXPERT_DOWN.values(),
+    *(BF16, ROUTE, GATE_ROWS, GATE_VALUES, JOIN, SPLIT),
+]
+
+
+@dataclass(eq=False)
+class ExpertTable:
+    """Experts `first` to first + count - 1 of a layer; places: PLACE of each, on the device."""
+
+    gate: CudaWeight
+    up: CudaWeight
+    down: CudaWeight
+    first: int
+    places: DeviceArray
+
+    @property
+    def count(self) -> int:
+        return self.gate.shape[0]
+
+
+def places_of(gate: CudaWeight, up: CudaWeight, down: CudaWeight) -> np.ndarray:
+    """Of experts that all lie in this GPU's memory."""
+    assert gate.shape == up.shape, (gate.shape, up.shape)
+    assert down.shape == (gate.shape[0], gate.shape[2], gate.shape[1]), (gate.shape, down.shape)
+    places = np.zeros(gate.shape[0], PLACE)
+    for part, weight in enumerate((gate, up, down)):
+        stride = weight.row_bytes * weight.shape[1]
+        places["matrices"][:, part] = weight.ptr + stride * np.arange(len(places), dtype=np.uint64)
+    places["tier"] = VRAM
+    return places
+
+
+def to_bf16(ops: Launcher, x: DeviceArray) -> DeviceArray:
+    out = ops.scratch(x.shape)
+    if x.size:
+        ops.kernel(BF16)((_groups(x.size, 256),), 256, (x.ptr, out.ptr, np.int64(x.size)))
+    return out
+
+
+def route(
+    ops: Launcher, logits: DeviceArray, used: int, counts: DeviceArray, generated: int
+) -> tuple[DeviceArray, DeviceArray]:
+    tokens, experts = logits.shape
+    assert used <= min(experts, MOST_USED), (used, experts)
+    assert experts <= MOST_EXPERTS, experts
+    assert counts.shape == (2, experts), counts
+    chosen, weights = ops.scratch((tokens, used), np.int32), ops.scratch((tokens, used))
+    if tokens:
+        pointers = logits.ptr, chosen.ptr, weights.ptr, counts.ptr
+        numbers = experts, used, tokens, generated
+        ops.kernel(ROUTE)((_groups(tokens, 4),), 128, (*pointers, *map(np.int32, numbers)))
+    return chosen, weights
+
+
+def experts(
+    ops: Launcher,
+    x: DeviceArray,
+    routing: tuple[DeviceArray, DeviceArray],
+    table: ExpertTable,
+    add_to: DeviceArray | None = None,
+) -> DeviceArray:
+    out = ops.scratch(x.shape) if add_to is None else add_to
+    used = routing[0].shape[1]
+    step = MOST_PAIRS // used
+    for start in range(0, len(x), step):
+        stop = min(len(x), start + step)
+        with ops.scope():
+            chosen, weights = (each[start:stop] for each in routing)
+            inner = _inner(ops, x[start:stop], chosen, table)
+            _down(ops, inner, (chosen, weights), table, out[start:stop], add_to is not None)
+    return out
+
+
+def _inner(ops: Launcher, x: DeviceArray, chosen: DeviceArray, table: ExpertTable) -> DeviceArray:
+    """silu(gate x) * up x of each chosen expert, [T * used, F]."""
+    if table.gate.type_name == table.up.type_name:
+        return _up(ops, x, chosen, table, table.gate, GATE, is_glu=True)
+    gate = _up(ops, x, chosen, table, table.gate, GATE, is_glu=False)
+    up = _up(ops, x, chosen, table, table.up, UP, is_glu=False)
+    out = ops.scratch(gate.shape)
+    pointers = gate.ptr, up.ptr, out.ptr
+    ops.kernel(JOIN)((_groups(out.size, 256),), 256, (*pointers, np.int64(out.size)))
+    return out
+
+
+def _up(
+    ops: Launcher,
+    x: DeviceArray,
+    chosen: DeviceArray,
+    table: ExpertTable,
+    weight: CudaWeight,
+    part: int,
+    is_glu: bool,
+) -> DeviceArray:
+    _, rows, columns = weight.shape
+    assert x.shape[1] == columns, (x, weight.shape)
+    used, chunk = chosen.shape[1], CHUNKS[weight.type_name]
+    out = ops.scratch((chosen.size, rows))
+    shared = chunk.warps * (chunk.warp_bytes(1, ops.arch) + 2 * 64)
+    numbers = used, columns, rows, part, int(is_glu)
+    ops.kernel(EXPERT_UP[weight.type_name])(
+        (_groups(rows, 16 if is_glu else 32), chosen.size),
+        32 * chunk.warps,
+        (*_table_args(table), chosen.ptr, x.ptr, out.ptr, *map(np.int32, numbers)),
+        shared=shared,
+    )
+    return out
+
+
+def _down(
+    ops: Launcher,
+    inner: DeviceArray,
+    routing: tuple[DeviceArray, DeviceArray],
+    table: ExpertTable,
+    out: DeviceArray,
+    adds: bool,
+) -> None:
+    weight, (chosen, weights) = table.down, routing
+    _, rows, columns = weight.shape
+    assert inner.shape[1] == columns, (inner, weight.shape)
+    tokens, used = chosen.shape
+    chunk = CHUNKS[weight.type_name]
+    parts = 64 * used * _groups(columns, 32 * chunk.groups)
+    numbers = used, columns, rows, int(adds)
+    pointers = chosen.ptr, weights.ptr, inner.ptr, out.ptr
+    ops.kernel(EXPERT_DOWN[weight.type_name])(
+        (_groups(rows, 16), tokens),
+        32 * chunk.warps,
+        (*_table_args(table), *pointers, *map(np.int32, numbers)),
+        shared=chunk.warps * chunk.warp_bytes(1, ops.arch) + parts,
+    )
+
+
+def _table_args(table: ExpertTable) -> tuple[int | np.int32, ...]:
+    return table.places.ptr, np.int32(table.count), np.int32(table.first)
+
+
+def gate_rows_(ops: Launcher, y: DeviceArray, x: DeviceArray, weight: CudaWeight) -> DeviceArray:
+    assert weight.type_name == "F32", weight.type_name
+    assert (len(y), weight.shape[-1]) == x.shape, (y, x, weight.shape)
+    if y.size:
+        numbers = np.int32(y.shape[1]), np.int32(x.shape[1])
+        ops.kernel(GATE_ROWS)((len(y),), 256, (y.ptr, x.ptr, weight.ptr, *numbers))
+    return y
+
+
+def gate_(ops: Launcher, y: DeviceArray, gate: DeviceArray) -> DeviceArray:
+    assert y.size == gate.size, (y, gate)
+    if y.size:
+        ops.kernel(GATE_VALUES)((_groups(y.size, 256),), 256, (y.ptr, gate.ptr, np.int64(y.size)))
+    return y
+
+
+def split_heads(ops: Launcher, x: DeviceArray, dim: int) -> tuple[DeviceArray, DeviceArray]:
+    tokens, width = x.shape
+    assert width % (2 * dim) == 0, (x, dim)
+    first, second = (ops.scratch((tokens, width // 2)) for _ in range(2))
+    if x.size:
+        pointers = x.ptr, first.ptr, second.ptr
+        ops.kernel(SPLIT)(
+            (_groups(x.size, 256),), 256, (*pointers, np.int64(x.size), np.int32(dim))
+        )
+    return first, second
+
+
+def _groups(items: int, size: int) -> int:
+    return -(-items // size)

@@ -1,0 +1,198 @@
+"""FamilyOps in CUDA: the launchers of experts, delta nets, streams and sparse attention as methods.
+
+CudaFamilies knows what it is mixed into as a Launcher that has a few Ops: family_ops.py makes the
+backend of it, and tests run it on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from voltapile.kernels.cuda import delta, experts, sparse, streams
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
+from voltapile.kernels.cuda.states import State
+from voltapile.kernels.families import DeltaShape, DeltaWeights, NGramHash, NGramWeights
+from voltapile.kernels.ops import Batch, Weight
+
+
+class Host(Launcher, Protocol):
+    """What the methods below need."""
+
+    def linear(self, x: DeviceArray, weight: Weight) -> DeviceArray: ...
+
+    def table(self, values: np.ndarray) -> DeviceArray:
+        """Some host values on the device, for ever."""
+
+    def upload(self, target: DeviceArray, values: np.ndarray) -> None: ...
+
+    def to_host(self, x: DeviceArray) -> np.ndarray: ...
+
+
+class CudaFamilies:
+    """See kernels/families.py for the meaning of every method."""
+
+    # --- experts ------------------------------------------------------------------------------
+    def expert_table(
+        self: Host, gate: Weight, up: Weight, down: Weight, first: int
+    ) -> experts.ExpertTable:
+        own = _own(gate), _own(up), _own(down)
+        return experts.ExpertTable(*own, first, self.table(experts.places_of(*own)))
+
+    def route(
+        self: Host,
+        x: DeviceArray,
+        router: Weight,
+        used: int,
+        counts: DeviceArray,
+        batch: Batch,
+        is_rounded: bool = False,
+    ) -> tuple[DeviceArray, DeviceArray]:
+        logits = self.linear(experts.to_bf16(self, x) if is_rounded else x, router)
+        return experts.route(self, logits, used, counts, batch.generated)
+
+    def experts(
+        self: Host,
+        x: DeviceArray,
+        routing: tuple[DeviceArray, DeviceArray],
+        table: experts.ExpertTable,
+        add_to: DeviceArray | None = None,
+    ) -> DeviceArray:
+        return experts.experts(self, x, routing, table, add_to)
+
+    def gate_rows_(self: Host, y: DeviceArray, x: DeviceArray, weight: Weight) -> DeviceArray:
+        return experts.gate_rows_(self, y, x, _own(weight))
+
+    def gate_(self: Host, y: DeviceArray, gate: DeviceArray) -> DeviceArray:
+        return experts.gate_(self, y, gate)
+
+    def split_heads(self: Host, x: DeviceArray, dim: int) -> tuple[DeviceArray, DeviceArray]:
+        return experts.split_heads(self, x, dim)
+
+    # --- delta nets ---------------------------------------------------------------------------
+    def delta_state(self: Host, slots: int, shape: DeltaShape) -> State:
+        return delta.delta_state(self, slots, shape)
+
+    def delta_net(
+        self: Host,
+        inputs: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray],
+        weights: DeltaWeights,
+        shape: DeltaShape,
+        state: State,
+        batch: Batch,
+    ) -> DeviceArray:
+        own = (_own(each) for each in (weights.conv1d, weights.a, weights.dt, weights.norm))
+        return delta.delta_net(self, inputs, delta.Parts(*own), shape, state, batch)
+
+    # --- residual streams ---------------------------------------------------------------------
+    def streams(self: Host, x: DeviceArray, count: int) -> DeviceArray:
+        return streams.streams(self, x, count)
+
+    def stream_norm(
+        self: Host, x: DeviceArray, weight: Weight, width: int, eps: float
+    ) -> DeviceArray:
+        return streams.stream_norm(self, x, _own(weight), width, eps)
+
+    def stream_mix(self: Host, x: DeviceArray, gate: DeviceArray, width: int) -> DeviceArray:
+        return streams.stream_mix(self, x, gate, width)
+
+    def stream_add_(self: Host, x: DeviceArray, inject: DeviceArray, y: DeviceArray) -> DeviceArray:
+        return streams.stream_add_(self, x, inject, y)
+
+    def silu_(self: Host, x: DeviceArray, scale: float = 1.0) -> DeviceArray:
+        return streams.silu_(self, x, scale)
+
+    # --- n-grams ------------------------------------------------------------------------------
+    def ngram_rows(self: Host, batch: Batch, hashing: NGramHash) -> DeviceArray:
+        return streams.ngram_rows(self, batch, hashing)
+
+    def ngram_gather(self: Host, table: Weight, rows: DeviceArray) -> DeviceArray:
+        return streams.ngram_gather(self, _own(table), rows)
+
+    def ngram_state(self: Host, slots: int, width: int, rows: int) -> State:
+        return streams.ngram_state(self, slots, width, rows)
+
+    def ngram_add_(
+        self: Host,
+        x: DeviceArray,
+        key: DeviceArray,
+        value: DeviceArray,
+        weights: NGramWeights,
+        state: State,
+        batch: Batch,
+        eps: float,
+    ) -> DeviceArray:
+        own = streams.Parts(
+            norm_key=_own(weights.norm_key),
+            norm_query=_own(weights.norm_query),
+            norm_conv=_own(weights.norm_conv),
+            conv1d=_own(weights.conv1d),
+            dilation=weights.dilation,
+        )
+        return streams.ngram_add_(self, x, key, value, own, state, batch, eps)
+
+    # --- attention to chosen blocks -----------------------------------------------------------
+    def index_cache(
+        self: Host, pages: int, page_tokens: int, dim: int, block: int
+    ) -> sparse.IndexCache:
+        return sparse.index_cache(self, pages, page_tokens, dim, block)
+
+    def index_store(
+        self: Host,
+        cache: sparse.IndexCache,
+        keys: DeviceArray,
+        norm: Weight,
+        rope: tuple[np.ndarray, float],
+        batch: Batch,
+        group: int,
+        eps: float,
+    ) -> None:
+        sparse.index_store(self, cache, keys, _own(norm), rope, batch, group, eps)
+
+    def choose_blocks(
+        self: Host,
+        q: DeviceArray,
+        cache: sparse.IndexCache,
+        batch: Batch,
+        group: int,
+        heads: int,
+        top_k: int,
+    ) -> sparse.Chosen:
+        return sparse.choose_blocks(self, q, cache, batch, group, heads, top_k)
+
+    def attention_to(
+        self: Host,
+        chosen: sparse.Chosen,
+        q: DeviceArray,
+        cache: Any,
+        batch: Batch,
+        group: int,
+        head_map: Sequence[int],
+        scale: float,
+    ) -> DeviceArray:
+        return sparse.attention_to(self, chosen, q, cache, batch, group, head_map, scale)
+
+    # --- states -------------------------------------------------------------------------------
+    def state_bytes(self: Host, state: State) -> int:
+        return sum(array.nbytes for array in state.slot_arrays(0))
+
+    def save_states(self: Host, states: Sequence[State], slot: int, target: np.ndarray) -> None:
+        at = 0
+        for state in states:
+            for array in state.slot_arrays(slot):
+                target[at : at + array.nbytes] = self.to_host(array).reshape(-1).view(np.uint8)
+                at += array.nbytes
+
+    def restore_states(self: Host, states: Sequence[State], slot: int, source: np.ndarray) -> None:
+        at = 0
+        for state in states:
+            for array in state.slot_arrays(slot):
+                values = np.ascontiguousarray(source[at : at + array.nbytes]).view(array.dtype)
+                self.upload(array, values.reshape(array.shape))
+                at += array.nbytes
+
+
+def _own(weight: Weight) -> CudaWeight:
+    assert isinstance(weight, CudaWeight)
+    return weight

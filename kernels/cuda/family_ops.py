@@ -1,0 +1,27 @@
+"""The CUDA backend with everything of kernels/families.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from voltapile.kernels.cuda import sparse
+from voltapile.kernels.cuda.families import CudaFamilies
+from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.cuda.ops import CudaOps
+
+
+class CudaFamilyOps(CudaFamilies, CudaOps):
+    def table(self, values: np.ndarray) -> DeviceArray:
+        raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        ptr, owner = self._weights.take(raw.nbytes)
+        self._uploader.send(ptr, raw)
+        return DeviceArray(ptr, values.shape, values.dtype, owner)
+
+    def copy_page(self, cache: Any, source: int, target: int) -> None:
+        if not isinstance(cache, sparse.IndexCache):
+            super().copy_page(cache, source, target)
+            return
+        self._catch_up()
+        for array in sparse.page_parts(cache):
+            self.device.copy(array[target].ptr, array[source].ptr, array[source].nbytes)

@@ -1,0 +1,233 @@
+"""Launchers of attention to chosen blocks: the indexer's cache, the choice, what is attended to.
+
+Scratch does not grow with the context: scores of as many tokens as fit are made at once. Takes a
+Launcher and device arrays; knows neither cupy nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.pages import KINDS, CudaKv
+from voltapile.kernels.families import INDEX_RING
+from voltapile.kernels.ops import Batch
+
+
+def _index(function: str) -> Instance:
+    return Instance("sparse_index.cu", function, waits=True)
+
+
+POOL, RING, SCORES, CHOOSE = (
+    _index(f"index_{name}") for name in ("pool", "ring", "scores", "choose")
+)
+ATTEND = Instance("sparse_attend.cu", "attend_to", waits=True)
+JOIN = Instance("sparse_attend.cu", "join_attended", waits=True)
+INSTANCES = [POOL, RING, SCORES, CHOOSE, ATTEND, JOIN]
+
+SCORES_BYTES = 48 << 20  # of some tokens against all blocks
+WIDEST_KEY = 256
+TILE, PIECE = 32, 64  # positions that a block of attend_to takes at once, and in all
+FEWEST_PIECES = 1  # of prompt rows: there are blocks enough
+MAX_TOKENS = 65535  # a grid's limit on its second axis
+
+
+@dataclass(eq=False)
+class IndexCache:
+    """ring [page, position % INDEX_RING, dim]: the last keys; pooled [page, block in page, dim]."""
+
+    ring: DeviceArray
+    pooled: DeviceArray
+    block: int
+
+    @property
+    def page_tokens(self) -> int:
+        return self.pooled.shape[1] * self.block
+
+
+@dataclass(eq=False)
+class Chosen:
+    """Of each token: rising blocks [T, most], how many there are [T], positions of each."""
+
+    blocks: DeviceArray
+    counts: DeviceArray
+    block: int
+
+
+def index_cache(ops: Launcher, pages: int, page_tokens: int, dim: int, block: int) -> IndexCache:
+    assert page_tokens % INDEX_RING == INDEX_RING % block == 0, "a block lies in one page"
+    assert dim % 4 == 0, dim
+    assert dim <= WIDEST_KEY, dim
+    ring = ops.zeros((pages, INDEX_RING, dim), np.float32)
+    return IndexCache(ring, ops.zeros((pages, page_tokens // block, dim), np.float32), block)
+
+
+def page_parts(cache: IndexCache) -> tuple[DeviceArray, DeviceArray]:
+    """Arrays whose first axis is the page."""
+    return cache.ring, cache.pooled
+
+
+def index_store(
+    ops: Launcher,
+    cache: IndexCache,
+    keys: DeviceArray,
+    norm: CudaWeight,
+    rope: tuple[np.ndarray, float],
+    batch: Batch,
+    group: int,
+    eps: float,
+) -> None:
+    (tokens, dim), table = keys.shape, batch.pages[group]
+    frequencies = ops.constant(np.asarray(rope[0], np.float32))
+    assert cache.ring.shape[2] == dim == norm.shape[0], (cache.ring, keys, norm.shape)
+    assert 2 * len(frequencies) <= dim, (frequencies, dim)
+    if not tokens:
+        return
+    where = cache.page_tokens, table.shape[1], len(cache.ring)
+    tables = table, batch.slots, batch.positions
+    ops.kernel(POOL)(
+        (tokens,),
+        128,
+        (
+            *_pointers(keys, norm, frequencies, cache.ring, cache.pooled, *tables),
+            *map(np.int32, (dim, cache.block, *where, len(frequencies))),
+            *(np.float32(rope[1]), np.float32(eps)),
+        ),
+    )
+    ops.kernel(RING)(
+        (tokens,),
+        128,
+        (*_pointers(keys, cache.ring, *tables), *map(np.int32, (tokens, dim, *where))),
+    )
+
+
+def choose_blocks(
+    ops: Launcher,
+    q: DeviceArray,
+    cache: IndexCache,
+    batch: Batch,
+    group: int,
+    heads: int,
+    top_k: int,
+) -> Chosen:
+    tokens, table = len(q), batch.pages[group]
+    dim, block, chosen = cache.ring.shape[2], cache.block, top_k // cache.block
+    assert q.shape == (tokens, heads * dim), (q, heads, dim)
+    most = table.shape[1] * cache.page_tokens // block
+    blocks, counts = ops.scratch((tokens, chosen), np.int32), ops.scratch((tokens,), np.int32)
+    step = max(1, min(MAX_TOKENS, SCORES_BYTES // (4 * most)))
+    for start in range(0, tokens, step):
+        stop = min(tokens, start + step)
+        slots, positions = batch.slots[start:stop], batch.positions[start:stop]
+        with ops.scope():
+            scores = ops.scratch((stop - start, most))
+            sizes = heads, dim, block, cache.page_tokens, table.shape[1], len(cache.ring)
+            if most > chosen:
+                ops.kernel(SCORES)(
+                    (_groups(most, 128), stop - start),
+                    128,
+                    (
+                        *_pointers(q[start:stop], cache.pooled, table, slots, positions, scores),
+                        *map(np.int32, (*sizes, most, chosen)),
+                    ),
+                    shared=4 * heads * dim,
+                )
+            ops.kernel(CHOOSE)(
+                (stop - start,),
+                256,
+                (
+                    *_pointers(scores, positions, blocks[start:stop], counts[start:stop]),
+                    *map(np.int32, (block, most, chosen)),
+                ),
+            )
+    return Chosen(blocks, counts, block)
+
+
+def attention_to(
+    ops: Launcher,
+    chosen: Chosen,
+    q: DeviceArray,
+    cache: CudaKv,
+    batch: Batch,
+    group: int,
+    head_map: Sequence[int],
+    scale: float,
+) -> DeviceArray:
+    """Rows that were generated are cut to pieces, so that many blocks share one; others are not."""
+    tokens, heads = len(q), len(head_map)
+    assert q.size == tokens * heads * cache.key_dim, (q.shape, heads, cache.key_dim)
+    out = ops.scratch((tokens, heads * cache.value_dim))
+    generated = min(tokens, batch.generated)
+    longest = chosen.blocks.shape[1] * chosen.block + chosen.block
+    longest = min(longest, batch.pages[group].shape[1] * 64)
+    parts = (0, generated, _groups(longest, PIECE)), (generated, tokens, FEWEST_PIECES)
+    for first, last, pieces in parts:
+        step = MAX_TOKENS if pieces == 1 else max(1, 256 // pieces)
+        for start in range(first, last, step):
+            _attend(ops, chosen, q, cache, batch, group, head_map, scale, out, pieces, start,
+                    min(last, start + step))  # fmt: skip
+    return out
+
+
+def _attend(
+    ops: Launcher,
+    chosen: Chosen,
+    q: DeviceArray,
+    cache: CudaKv,
+    batch: Batch,
+    group: int,
+    head_map: Sequence[int],
+    scale: float,
+    out: DeviceArray,
+    pieces: int,
+    start: int,
+    stop: int,
+) -> None:
+    tokens, heads, dim, table = stop - start, len(head_map), cache.value_dim, batch.pages[group]
+    with ops.scope():
+        parts, stats = out[start:stop], out[start:stop]  # stats: of pieces alone
+        if pieces > 1:
+            parts = ops.scratch((tokens, heads, pieces, dim))
+            stats = ops.scratch((tokens, heads, pieces, 2))
+        map_values, members = _heads_of(head_map, cache.kv_heads)
+        sizes = cache.kv_heads, heads, cache.key_dim, dim
+        kinds = KINDS[cache.key_type], KINDS[cache.value_type]
+        numbers = table.shape[1], cache.pages, chosen.block, chosen.blocks.shape[1], pieces, PIECE
+        rows = q[start:stop], cache.keys, cache.values, table
+        own = (batch.slots, batch.positions, chosen.blocks, chosen.counts)
+        floats = members * (cache.key_dim + dim + TILE + 3) + TILE * (max(cache.key_dim, dim) + 1)
+        ops.kernel(ATTEND)(
+            (cache.kv_heads * pieces, tokens),
+            128,
+            (
+                *_pointers(*rows, *(each[start:stop] for each in own)),
+                *_pointers(ops.constant(map_values), parts, stats),
+                *map(np.int32, (*sizes, *kinds, *numbers)),
+                np.float32(scale),
+            ),
+            shared=4 * floats,
+        )
+        if pieces > 1:
+            ops.kernel(JOIN)(
+                (heads, tokens),
+                128,
+                (*_pointers(parts, stats, out[start:stop]), np.int32(pieces), np.int32(dim)),
+            )
+
+
+def _heads_of(head_map: Sequence[int], kv_heads: int) -> tuple[np.ndarray, int]:
+    """Where each KV head's query heads begin and end, then those; and the most of one."""
+    order = np.argsort(np.asarray(head_map), kind="stable")
+    counts = np.bincount(np.asarray(head_map), minlength=kv_heads)
+    values = np.concatenate([[0], np.cumsum(counts), order])
+    return values.astype(np.int32), int(counts.max())
+
+
+def _pointers(*arrays: DeviceArray | CudaWeight) -> tuple[int, ...]:
+    return tuple(array.ptr for array in arrays)
+
+
+def _groups(items: int, size: int) -> int:
+    return -(-items // size)

@@ -1,0 +1,29 @@
+"""FamilyOps whose kernels run on the CPU, with as many Ops as whole models need."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from voltapile.kernels.cuda import matmul
+from voltapile.kernels.cuda.families import CudaFamilies
+from voltapile.kernels.cuda.launch import DeviceArray
+
+from .emulation import EmulatedOps
+
+
+class EmulatedFamilies(CudaFamilies, EmulatedOps):
+    def table(self, values: np.ndarray) -> DeviceArray:
+        return self.array(values)
+
+    def upload(self, target: DeviceArray, values: np.ndarray) -> None:
+        self.view(target)[...] = np.ascontiguousarray(values, target.dtype).reshape(target.shape)
+
+    def linear(self, x: DeviceArray, weight: Any) -> DeviceArray:
+        return matmul.linear(self, x, weight)
+
+    def view(self, x: DeviceArray) -> np.ndarray:
+        """The array itself."""
+        raw = (ctypes.c_uint8 * x.nbytes).from_address(x.ptr)
+        return np.frombuffer(raw, x.dtype).reshape(x.shape)

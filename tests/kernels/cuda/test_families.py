@@ -1,0 +1,373 @@
+"""Kernels of experts, delta nets, streams and sparse attention, run on the CPU from their own
+source, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from voltapile.kernels.cuda.chunks import max_shared
+from voltapile.kernels.cuda.pages import kv_cache
+from voltapile.kernels.families import (
+    INDEX_RING,
+    DeltaShape,
+    DeltaWeights,
+    NGramHash,
+    NGramWeights,
+)
+from voltapile.kernels.ops import Batch
+from voltapile.kernels.reference.families import ReferenceFamilyOps
+
+from ..test_matmul import random_raw
+from .emulated_families import EmulatedFamilies
+from .emulation import has_compiler
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no g++")
+REF = ReferenceFamilyOps()
+PAGE = 64
+
+
+@pytest.fixture(scope="module", params=[70, 75, 80])
+def ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("families")
+    return EmulatedFamilies(request.param, folder, max_shared(request.param))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> EmulatedFamilies:
+    """Where tensor cores are not used, architectures are alike."""
+    return EmulatedFamilies(80, tmp_path_factory.mktemp("families"), max_shared(80))
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def weights_of(ops: Any, values: np.ndarray, type_name: str = "F32") -> tuple[Any, Any]:
+    """Ours and the reference's; of quantised formats any values."""
+    if type_name in ("F32", "F16"):
+        raw = values.astype({"F32": np.float32, "F16": np.float16}[type_name]).reshape(-1)
+        raw = raw.view(np.uint8)
+    else:
+        raw = random_raw(type_name, values.size // values.shape[-1], values.shape[-1]).reshape(-1)
+    return tuple(each.weight(raw, type_name, values.shape) for each in (ops, REF))
+
+
+def batch_of(slots: list[int], positions: list[int], **fields: Any) -> Batch:
+    count = len(slots)
+    zeros = np.zeros(count, np.int32)
+    own = np.array(slots, np.int32), np.array(positions, np.int32)
+    pages = fields.pop("pages", ())
+    return Batch(zeros, *own, own[1], zeros, zeros[:0], pages, **fields)
+
+
+def device(ops: Any, batch: Batch) -> Batch:
+    """The same in emulated memory."""
+
+    def own(x: Any) -> Any:
+        return None if x is None else ops.array(x)
+
+    return replace(
+        batch,
+        tokens=own(batch.tokens),
+        slots=own(batch.slots),
+        positions=own(batch.positions),
+        pages=tuple(ops.array(each) for each in batch.pages),
+        history=own(batch.history),
+        kept=own(batch.kept),
+    )
+
+
+# --- experts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experts", [6, 40, 512])
+def test_route(plain: Any, experts: int) -> None:
+    x, router = normal(0, 5, 64), normal(1, experts, 64)
+    x[1] = 0  # all alike: the first
+    mine, theirs = weights_of(plain, router)
+    counts = np.zeros((2, experts), np.int64)
+    own_counts = plain.array(counts)
+    batch = batch_of([0] * 5, [0] * 5, generated=2)
+    for is_rounded in (False, True):
+        chosen, weights = plain.route(
+            plain.array(x), mine, 4, own_counts, device(plain, batch), is_rounded
+        )
+        expected = REF.route(x, theirs, 4, counts, batch, is_rounded)
+        np.testing.assert_array_equal(plain.to_host(chosen), expected[0])
+        np.testing.assert_allclose(plain.to_host(weights), expected[1], rtol=2e-5)
+    np.testing.assert_array_equal(plain.to_host(own_counts), counts)
+
+
+MIXES = [
+    ("F16", "F16", "F16", 72, 40),
+    ("Q8_0", "Q8_0", "Q8_0", 64, 96),
+    ("Q4_K", "Q4_K", "Q6_K", 512, 256),
+    ("IQ4_NL", "Q5_0", "Q4_K", 64, 256),
+    ("F32", "F32", "F16", 72, 32),
+]
+
+
+@pytest.mark.parametrize(("gate", "up", "down", "width", "inner"), MIXES)
+def test_experts(ops: Any, gate: str, up: str, down: str, width: int, inner: int) -> None:
+    """Of 5 experts 1 to 3 are here."""
+    shapes = (gate, (3, inner, width)), (up, (3, inner, width)), (down, (3, width, inner))
+    made = [
+        weights_of(ops, 0.1 * normal(seed, *shape), name)
+        for seed, (name, shape) in enumerate(shapes)
+    ]
+    x, old = normal(7, 3, width), normal(8, 3, width)
+    chosen = np.array([[3, 0, 1], [2, 3, 4], [4, 0, 4]], np.int32)
+    weights = np.abs(normal(9, 3, 3))
+    table, truth = (
+        each.expert_table(*(m[i] for m in made), 1) for i, each in enumerate((ops, REF))
+    )
+    expected = REF.experts(x, (chosen, weights), truth)
+    routing = ops.array(chosen), ops.array(weights)
+    found = ops.to_host(ops.experts(ops.array(x), routing, table))
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, atol=1e-3 * scale)
+    added = ops.to_host(ops.experts(ops.array(x), routing, table, ops.array(old)))
+    np.testing.assert_allclose(added, old + found, atol=1e-6 * scale)
+    alone = [
+        ops.to_host(ops.experts(*(ops.array(v) for v in (x[i : i + 1],)), tuple(
+            ops.array(each[i : i + 1]) for each in (chosen, weights)), table))
+        for i in range(3)
+    ]  # fmt: skip
+    np.testing.assert_array_equal(np.concatenate(alone), found)
+
+
+def test_gates(plain: Any) -> None:
+    y, x, w = normal(0, 3, 70), normal(1, 3, 50), normal(2, 50)
+    mine, theirs = weights_of(plain, w)
+    found = plain.to_host(plain.gate_rows_(plain.array(y), plain.array(x), mine))
+    np.testing.assert_allclose(found, REF.gate_rows_(y.copy(), x, theirs), rtol=2e-5, atol=1e-6)
+    gate = normal(3, 3, 70)
+    found = plain.to_host(plain.gate_(plain.array(y), plain.array(gate)))
+    np.testing.assert_allclose(found, REF.gate_(y.copy(), gate), rtol=2e-5, atol=1e-6)
+    first = plain.split_heads(plain.array(y), 7)
+    for mine, theirs in zip(first, REF.split_heads(y, 7), strict=True):
+        np.testing.assert_array_equal(plain.to_host(mine), theirs)
+
+
+# --- states ---------------------------------------------------------------------------------
+
+# Steps of (slot, position, tokens) rows; whether they are provisional, what stands of the last.
+STEPS: list[tuple[list[tuple[int, int, int]], bool, int]] = [
+    ([(1, 0, 5), (0, 0, 1)], False, 9),
+    ([(0, 1, 1), (1, 5, 2)], False, 9),
+    ([(0, 2, 3), (1, 7, 8)], True, 9),
+    ([(1, 9, 1), (0, 3, 2)], True, 2),
+    ([(0, 4, 40), (1, 10, 1)], False, 1),
+    ([(0, 0, 2), (2, 0, 1)], False, 9),  # a new request in a used slot
+    ([(2, 1, 1), (0, 2, 1)], True, 9),
+    ([(2, 1, 1), (0, 3, 1)], False, 0),
+]
+
+
+def steps(slots: int) -> list[Batch]:
+    found = []
+    for rows, is_provisional, stands in STEPS:
+        at = [slot for slot, _, count in rows for _ in range(count)]
+        where = [start + i for _, start, count in rows for i in range(count)]
+        kept = np.full(slots, stands, np.int32)
+        found.append(batch_of(at, where, kept=kept, is_provisional=is_provisional))
+    return found
+
+
+def compare_states(ops: Any, mine: Any, theirs: Any, slots: int) -> None:
+    """Both sides save and restore to the same; what they hold is told by what follows."""
+    saved = np.zeros(ops.state_bytes(mine), np.uint8)
+    assert ops.state_bytes(mine) == REF.state_bytes(theirs)
+    for slot in range(slots):
+        ops.save_states([mine], slot, saved)
+        before = [ops.to_host(each) for each in mine.slot_arrays(slot)]
+        for each in mine.slot_arrays(slot):
+            ops.view(each)[...] = 0
+        ops.restore_states([mine], slot, saved)
+        for array, old in zip(mine.slot_arrays(slot), before, strict=True):
+            np.testing.assert_array_equal(ops.to_host(array), old)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "dim", "gate"), [(2, 6, 64, "silu"), (1, 2, 128, "sigmoid")]
+)
+def test_delta_net(plain: Any, keys: int, values: int, dim: int, gate: str) -> None:
+    of = tuple(i % keys for i in range(values))
+    shape = DeltaShape(keys, values, dim, 4, of, gate, 1e-6)
+    raw = (
+        normal(1, shape.channels, 4),
+        -np.abs(normal(2, values)),
+        normal(3, values),
+        normal(4, dim),
+    )
+    mine, theirs = (
+        DeltaWeights(*parts)
+        for parts in zip(*(weights_of(plain, each) for each in raw), strict=True)
+    )
+    own, truth = plain.delta_state(3, shape), REF.delta_state(3, shape)
+    for seed, batch in enumerate(steps(3)):
+        count = len(batch.slots)
+        widths = shape.channels, values * dim, values, values
+        inputs = tuple(normal(10 * seed + i, count, width) for i, width in enumerate(widths))
+        expected = REF.delta_net(inputs, theirs, shape, truth, batch)
+        found = plain.delta_net(
+            tuple(plain.array(each) for each in inputs), mine, shape, own, device(plain, batch)
+        )
+        np.testing.assert_allclose(plain.to_host(found), expected, rtol=2e-4, atol=2e-5)
+    compare_states(plain, own, truth, 3)
+
+
+def test_drafts_change_no_bits(plain: Any) -> None:
+    """What stands of a provisional step is what single tokens would have made."""
+    shape = DeltaShape(1, 2, 64, 4, (0, 0), "silu", 1e-6)
+    raw = normal(1, shape.channels, 4), -np.abs(normal(2, 2)), normal(3, 2), normal(4, 64)
+    weights = DeltaWeights(*(weights_of(plain, each)[0] for each in raw))
+    widths = shape.channels, 128, 2, 2
+    inputs = [normal(i, 9, width) for i, width in enumerate(widths)]
+
+    def run(state: Any, start: int, stop: int, **fields: Any) -> np.ndarray:
+        batch = batch_of([0] * (stop - start), list(range(start, stop)), **fields)
+        part = tuple(plain.array(each[start:stop]) for each in inputs)
+        found = plain.delta_net(part, weights, shape, state, device(plain, batch))
+        return np.asarray(plain.to_host(found))
+
+    single = plain.delta_state(1, shape)
+    expected = np.concatenate([run(single, i, i + 1) for i in range(9)])
+    drafted = plain.delta_state(1, shape)
+    run(drafted, 0, 2)
+    np.testing.assert_array_equal(run(drafted, 2, 7, is_provisional=True), expected[2:7])
+    kept = np.array([3], np.int32)
+    np.testing.assert_array_equal(run(drafted, 5, 9, kept=kept), expected[5:])
+
+
+@pytest.mark.parametrize("taps", ["F32", "F16"])
+def test_ngrams_join_the_streams(plain: Any, taps: str) -> None:
+    count, width, dilation = 4, 40, 3
+    channels = count * width
+    names = "norm_key", "norm_query", "norm_conv"
+    norms = [weights_of(plain, normal(i, channels)) for i in range(3)]
+    conv = weights_of(plain, normal(4, channels, 4), taps)
+    mine, theirs = (
+        NGramWeights(**dict(zip(names, (n[i] for n in norms), strict=True)), conv1d=conv[i],
+                     dilation=dilation)
+        for i in range(2)
+    )  # fmt: skip
+    own, truth = (each.ngram_state(3, channels, 9) for each in (plain, REF))
+    for seed, batch in enumerate(steps(3)):
+        tokens = len(batch.slots)
+        x, key, value = (
+            normal(10 * seed + i, tokens, n) for i, n in enumerate((channels, channels, width))
+        )
+        device_arrays = [plain.array(each) for each in (x, key, value)]
+        expected = REF.ngram_add_(x, key, value, theirs, truth, batch, 1e-6)
+        found = plain.ngram_add_(*device_arrays, mine, own, device(plain, batch), 1e-6)
+        np.testing.assert_allclose(plain.to_host(found), expected, rtol=1e-4, atol=2e-5)
+    compare_states(plain, own, truth, 3)
+
+
+# --- streams --------------------------------------------------------------------------------
+
+
+def test_streams(plain: Any) -> None:
+    count, width = 4, 300
+    x, gate, y = normal(0, 3, count * width), normal(1, 3, count * width), normal(2, 3, width)
+    inject = normal(3, 3, count)
+    mine, theirs = weights_of(plain, normal(4, count * width))
+    own = {
+        name: plain.array(v) for name, v in {"x": x, "gate": gate, "y": y, "inject": inject}.items()
+    }
+    pairs = [
+        (plain.streams(own["y"], count), REF.streams(y, count)),
+        (plain.stream_norm(own["x"], mine, width, 1e-6), REF.stream_norm(x, theirs, width, 1e-6)),
+        (plain.stream_mix(own["x"], own["gate"], width), REF.stream_mix(x, gate, width)),
+        (
+            plain.stream_add_(plain.array(x), own["inject"], own["y"]),
+            REF.stream_add_(x.copy(), inject, y),
+        ),
+        (plain.silu_(plain.array(x), 0.25), REF.silu_(x.copy(), 0.25)),
+    ]
+    for found, expected in pairs:
+        np.testing.assert_allclose(plain.to_host(found), expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("type_name", ["F16", "Q8_0", "IQ4_NL", "Q5_0"])
+def test_ngram_rows(plain: Any, type_name: str) -> None:
+    rng = np.random.default_rng(0)
+    hashing = NGramHash(
+        tuple(int(n) for n in rng.integers(2**40, 2**62, 3)), (97, 101, 103, 107),
+        (0, 97, 198, 301), 7,
+    )  # fmt: skip
+    history = rng.integers(0, 9, (2, 30)).astype(np.int32)
+    batch = batch_of([1] * 20 + [0], [*range(20), 25], history=history)
+    rows = plain.ngram_rows(device(plain, batch), hashing)
+    expected = REF.ngram_rows(batch, hashing)
+    np.testing.assert_array_equal(plain.to_host(rows), expected)
+    mine, theirs = weights_of(plain, normal(1, 408, 64), type_name)
+    found = plain.to_host(plain.ngram_gather(mine, rows))
+    np.testing.assert_array_equal(found, REF.ngram_gather(theirs, expected))
+
+
+# --- attention to chosen blocks ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_sparse_attention(plain: Any, kv: str) -> None:
+    """Chunks of prompts and single tokens of two slots, till more blocks are there than chosen."""
+    block, dim, heads, top_k, head, map_ = 4, 32, 3, 64, 32, (0, 0, 1, 0)
+    pages = np.array([[3, 1, 4], [0, 2, 5]], np.int32)
+    mine, theirs = weights_of(plain, normal(1, dim))
+    rope = (10000.0 ** (-np.arange(8) / 8)).astype(np.float32), 1.1
+    own, truth = (each.index_cache(6, PAGE, dim, block) for each in (plain, REF))
+    own_kv = kv_cache(plain, 6, 2, PAGE, head, head, kv, kv)
+    true_kv = REF.kv_cache(6, 2, PAGE, head, head, "f32", "f32")
+    at = [0, 0]
+    for seed, counts in enumerate([(70, 3), (1, 1), (40, 37), (2, 1), (1, 90)]):
+        slots = [slot for slot in (0, 1) for _ in range(counts[slot])]
+        positions = [at[slot] + i for slot in (0, 1) for i in range(counts[slot])]
+        at = [a + n for a, n in zip(at, counts, strict=True)]
+        tokens = len(slots)
+        batch = batch_of(slots, positions, pages=(pages,), generated=tokens if tokens < 9 else 0)
+        there = device(plain, batch)
+        keys, q = normal(seed, tokens, dim), normal(seed + 50, tokens, heads * dim)
+        plain.index_store(own, plain.array(keys), mine, rope, there, 0, 1e-6)
+        REF.index_store(truth, keys, theirs, rope, batch, 0, 1e-6)
+        np.testing.assert_array_equal(plain.to_host(own.ring), truth.ring)
+        np.testing.assert_allclose(plain.to_host(own.pooled), truth.pooled, atol=2e-6)
+        plain.upload(own.pooled, truth.pooled)
+        chosen = plain.choose_blocks(plain.array(q), own, there, 0, heads, top_k)
+        expected = REF.choose_blocks(q, truth, batch, 0, heads, top_k)
+        blocks, found = plain.to_host(chosen.blocks), plain.to_host(chosen.counts)
+        for t, position in enumerate(positions):
+            seen = (blocks[t, : found[t], None] * block + np.arange(block)).reshape(-1)
+            tail = np.arange((position + 1) // block * block, position + 1)
+            np.testing.assert_array_equal(np.concatenate([seen, tail]), expected[t])
+        k, v = (np.float16(normal(seed + i, tokens, 2 * head)).astype(np.float32) for i in (7, 8))
+        for slot, position, key, value in zip(slots, positions, k, v, strict=True):
+            put(plain, own_kv, true_kv, pages[slot, position // PAGE], position % PAGE, key, value)
+        query = normal(seed + 90, tokens, 4 * head)
+        ours = plain.attention_to(chosen, plain.array(query), own_kv, there, 0, map_, 0.2)
+        right = REF.attention_to(expected, query, true_kv, batch, 0, map_, 0.2)
+        tolerance = 2e-5 if kv == "f16" else 2e-2
+        np.testing.assert_allclose(plain.to_host(ours), right, atol=tolerance)
+    assert INDEX_RING % block == 0
+
+
+def put(
+    ops: Any, own: Any, truth: Any, page: int, row: int, key: np.ndarray, value: np.ndarray
+) -> None:
+    """A token's keys and values, as attention_kv.cuh tells where they lie."""
+    for cache, array, values in ((own.keys, truth.keys, key), (own.values, truth.values, value)):
+        array[page, row] = values.reshape(2, -1)
+        raw = ops.view(cache)[page].reshape(2, -1)
+        for head, x in enumerate(values.reshape(2, -1)):
+            if own.key_type == "f16":
+                raw[head].view(np.float16).reshape(PAGE, -1)[row] = x
+            else:
+                runs = x.reshape(-1, 16)
+                scale = np.float16(np.abs(runs).max(axis=1) / 127)
+                q = np.round(runs / scale.astype(np.float32)[:, None]).astype(np.int8)
+                raw[head][: PAGE * len(x)].view(np.int8).reshape(PAGE, -1)[row] = q.reshape(-1)
+                raw[head][PAGE * len(x) :].view(np.float16).reshape(PAGE, -1)[row] = scale

@@ -1,0 +1,134 @@
+"""Whole models whose experts, delta nets, streams and sparse attention are the CUDA kernels, run on
+the CPU, and everything else the reference's: against the reference alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from voltapile.kernels.cuda.chunks import max_shared
+from voltapile.kernels.cuda.families import CudaFamilies
+from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.cuda.pages import CudaKv
+from voltapile.kernels.ops import Batch
+from voltapile.kernels.reference.families import ReferenceFamilyOps
+from voltapile.shm.gguf import Gguf
+from voltapile.workers.engine import Engine
+
+from .emulated_families import EmulatedFamilies
+from .emulation import has_compiler
+
+pytestmark = [
+    pytest.mark.skipif(not has_compiler(), reason="there is no g++"),
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
+MODELS = [
+    ("qwen3moe", "f16", "p8"),
+    ("qwen3moe-k", "Q4_K_M", "p8"),
+    ("qwen35", "Q8_0", "p61"),
+    ("qwen35-k", "Q4_K_M", "p61"),
+    ("qwen35moe", "Q8_0", "p8"),
+    ("qwen3next", "Q8_0", "p8"),
+    ("qwen4exp", "f16", "p8"),
+    ("qwen4exp-k", "Q4_K_M", "p8"),
+]
+TOLERANCE = 1e-3  # of the largest logit: keys and values are halves where blocks are chosen
+
+
+class Mixed(ReferenceFamilyOps):
+    """The reference, but for what CudaFamilies has. Weights and arrays are known to both."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.kernels = EmulatedFamilies(80, folder, max_shared(80))
+        self.twins: dict[int, Any] = {}
+        self.kept: list[DeviceArray] = []  # a view does not own its memory
+        self.calls: set[str] = set()
+
+    def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> Any:
+        found = super().weight(data, type_name, shape)
+        raw = np.ascontiguousarray(data)
+        if len(shape) == 1 and type_name != "F32":
+            raw, type_name = self.dense(found).reshape(-1).view(np.uint8), "F32"
+        self.twins[id(found)] = self.kernels.weight(raw, type_name, shape), found
+        return found
+
+    def own(self, x: Any) -> Any:
+        """What the kernels take for it."""
+        if isinstance(x, np.ndarray) and x.dtype != object:
+            array = np.ascontiguousarray(x)
+            return DeviceArray(array.ctypes.data, array.shape, array.dtype, array)
+        if isinstance(x, Batch):
+            names = "tokens", "slots", "positions", "history", "kept"
+            fields = {name: self.own(getattr(x, name)) for name in names}
+            return replace(x, pages=tuple(self.own(each) for each in x.pages), **fields)
+        if id(x) in self.twins:
+            return self.twins[id(x)][0]
+        if hasattr(x, "keys") and hasattr(x, "values"):
+            return self.halves(x)
+        if isinstance(x, tuple) and all(isinstance(each, np.ndarray) for each in x):
+            return tuple(self.own(each) for each in x)
+        if hasattr(x, "__dataclass_fields__") and hasattr(x, "conv1d"):
+            return replace(x, **{k: self.own(v) for k, v in vars(x).items()})
+        return x
+
+    def halves(self, kv: Any) -> CudaKv:
+        """A reference's cache as the kernels' f16."""
+        parts = [
+            self.kernels.array(np.ascontiguousarray(each.transpose(0, 2, 1, 3)).astype(np.float16))
+            for each in (kv.keys, kv.values)
+        ]
+        pages, _, heads, dim = kv.keys.shape
+        values = kv.values.shape[3]
+        return CudaKv(*parts, parts[0], pages, heads, dim, values, "f16", "f16")
+
+    def back(self, x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(self.back(each) for each in x)
+        if not isinstance(x, DeviceArray):
+            return x
+        self.kept.append(x)
+        return self.kernels.view(x)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: Mixed, *args: Any, **named: Any) -> Any:
+        self.calls.add(name)
+        made = getattr(self.kernels, name)(
+            *(self.own(each) for each in args), **{k: self.own(v) for k, v in named.items()}
+        )
+        return self.back(made)
+
+    return call
+
+
+for _name in [n for n in vars(CudaFamilies) if not n.startswith("_")]:
+    setattr(Mixed, _name, _method(_name))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize(("model", "kind", "prompt"), MODELS)
+def test_logits(
+    golden: Path, plan_for: Any, folder: Path, model: str, kind: str, prompt: str
+) -> None:
+    path = golden / model / f"model-{kind}.gguf"
+    ids = np.array(json.loads((golden / model / "golden.json").read_text())["prompts"][prompt])
+    ids = ids[:24].astype(np.int32)
+    plan, found = plan_for(path, "reference"), []
+    for ops in (ReferenceFamilyOps(), Mixed(folder)):
+        with Gguf.open(path) as gguf:
+            engine = Engine(plan, ops, gguf)
+            engine.load()
+            found.append(np.concatenate(list(engine.prompt_logits(ids))))
+    assert ops.calls  # type: ignore[attr-defined]
+    assert np.abs(found[1] - found[0]).max() <= TOLERANCE * np.abs(found[0]).max()
