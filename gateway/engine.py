@@ -147,13 +147,15 @@ class Engine:
     # --- what the HTTP layer calls --------------------------------------------------------
 
     def submit(
-        self, prompt: list[int], sampling: Sampling, want: Want | None = None, client: str = ""
-    ) -> Stream:
+        self, prompt: list[int], sampling: Sampling, want: Want | None = None, client: str = "",
+        salt: bytes = b"",
+    ) -> Stream:  # fmt: skip
         """Start a generation. Raises Refused or EngineUnavailable. sampling.max_position is
-        len(prompt) + max_tokens; it is cut to the context. client: who asks; they take turns."""
+        len(prompt) + max_tokens; it is cut to the context. client: who asks; they take turns.
+        salt: pages are shared with those of the same one."""
         if self._health.status != "ok":
             raise EngineUnavailable(self._unavailable())
-        request = self._scheduler.add(prompt, sampling, want, client)
+        request = self._scheduler.add(prompt, sampling, want, client, salt)
         stream = self._streams[request.id] = Stream(request, self._cancel)
         self._stats.requests += 1
         self._stats.prompt_tokens += len(prompt)

@@ -17,6 +17,7 @@ class StopStrings:
         self._stops = [stop for stop in stops if stop]
         self._held = ""  # a match cannot begin before it
         self._stopped = False
+        self.met = ""  # the one that ended the answer
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is certain to be part of the answer, whether a stop string was met)."""
@@ -27,7 +28,11 @@ class StopStrings:
             (at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0
         ]
         self._stopped = bool(matches)
-        keep = min(matches)[1] if matches else self._first_open()
+        if matches:
+            end, keep = min(matches)
+            self.met = self._held[keep:end]
+        else:
+            keep = self._first_open()
         emit, self._held = self._held[:keep], "" if matches else self._held[keep:]
         return emit, self._stopped
 

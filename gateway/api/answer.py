@@ -17,6 +17,7 @@ from voltapile.gateway.api import codec
 from voltapile.gateway.api.errors import json_response
 from voltapile.gateway.api.generate import Delta, Generation, Outcome, usage
 from voltapile.gateway.api.options import Options
+from voltapile.gateway.api.progress import progress_told
 from voltapile.gateway.api.services import Services
 from voltapile.gateway.api.sse import EventStream, event
 
@@ -34,6 +35,11 @@ class Shape(Protocol):
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
         """The choices to send for `delta`, one an event; the last one carries its finish."""
+
+
+class Writer(Protocol):
+    def events(self, delta: Delta) -> bytes:
+        """All that is sent for `delta`."""
 
 
 async def answer(
@@ -79,11 +85,21 @@ async def _streamed(
         write_seconds=services.write_seconds,
     )
     async with events:
-        await _Feed(events, Payloads(head, shape, generations, options), generations).run()
+        payloads = Payloads(head, shape, generations, options)
+        if options.return_progress:
+            async with progress_told(events, generations, payloads.progress):
+                await feed(events, payloads, generations)
+        else:
+            await feed(events, payloads, generations)
         if options.include_usage:
             await events.send(head | {"choices": [], "usage": usage(generations)})
         await events.done()
     return events.response
+
+
+async def feed(events: EventStream, payloads: Writer, generations: list[Generation]) -> None:
+    """Every delta of the generations, until each has a finish."""
+    await _Feed(events, payloads, generations).run()
 
 
 class _Feed:
@@ -94,7 +110,7 @@ class _Feed:
     """
 
     def __init__(
-        self, events: EventStream, payloads: Payloads, generations: list[Generation]
+        self, events: EventStream, payloads: Writer, generations: list[Generation]
     ) -> None:
         self._events, self._payloads, self._generations = events, payloads, generations
         self._open = len(generations)
@@ -147,7 +163,9 @@ class Payloads:
     ) -> None:
         self._head, self._shape, self._options = head, shape, options
         self._generations = generations
-        self._is_plain = not options.return_tokens and not options.continuous_usage
+        self._is_plain = not (
+            options.return_tokens or options.continuous_usage or options.timings_per_token
+        )
         self._around: dict[int, list[bytes]] = {}  # for each choice what stands beside the text
 
     def events(self, delta: Delta) -> bytes:
@@ -159,6 +177,9 @@ class Payloads:
             around = self._around[delta.index] = event(payload).split(codec.dumps(MARK))
         return codec.dumps(delta.text).join(around)
 
+    def progress(self, generation: Generation, progress: dict[str, int]) -> dict[str, Any]:
+        return self._head | {"choices": [], "prompt_progress": progress}
+
     def _payloads(self, delta: Delta) -> list[dict[str, Any]]:
         choices = self._shape.events(delta)
         _with_tokens(choices[0], delta.tokens, self._options)
@@ -166,8 +187,11 @@ class Payloads:
         if self._options.continuous_usage or self._options.include_usage:
             counts = usage(self._generations) if self._options.continuous_usage else None
             payloads = [payload | {"usage": counts} for payload in payloads]
-        if delta.finish:
-            payloads[-1]["timings"] = self._generations[delta.index].timings()
+        generation = self._generations[delta.index]
+        if delta.finish or self._options.timings_per_token:
+            payloads[-1]["timings"] = generation.timings()
+        if delta.is_first and self._options.return_progress:
+            payloads.insert(0, self.progress(generation, generation.progress()))
         return payloads
 
 

@@ -19,7 +19,9 @@ from voltapile.gateway.api.connections import Connections
 from voltapile.gateway.api.errors import ApiError, error_middleware
 from voltapile.gateway.api.health import health, metrics_text
 from voltapile.gateway.api.models import get_model, list_models
-from voltapile.gateway.api.services import SERVICES, Services
+from voltapile.gateway.api.native import completion
+from voltapile.gateway.api.props import apply_template, props, slots
+from voltapile.gateway.api.services import SERVICES, Services, given_key
 from voltapile.gateway.api.tokenize import detokenize, tokenize
 from voltapile.gateway.engine import Engine
 from voltapile.gateway.metrics import Metrics
@@ -110,6 +112,10 @@ def _add_routes(app: web.Application, with_metrics: bool) -> None:
         route.add_post(f"{prefix}/chat/completions", chat_completions)
         route.add_post(f"{prefix}/completions", completions)
         route.add_get(f"{prefix}/health", health)
+    route.add_post("/completion", completion)
+    route.add_get("/props", props)
+    route.add_get("/slots", slots)
+    route.add_post("/apply-template", apply_template)
     route.add_post("/tokenize", tokenize)
     route.add_post("/detokenize", detokenize)
     if with_metrics:
@@ -147,17 +153,16 @@ async def _allow_origins(request: web.Request, handler: Handler) -> web.StreamRe
 
 @web.middleware
 async def _authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A bearer key, where keys were given; compared in constant time."""
+    """A key, where keys were given; compared in constant time."""
     keys = request.app[SERVICES].api_keys
     if not keys or request.path in OPEN_PATHS:
         return await handler(request)
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    secret = given.strip().encode("utf-8", "surrogateescape")
+    given = given_key(request)
+    secret = (given or "").encode("utf-8", "surrogateescape")
     matches = [hmac.compare_digest(secret, key.encode()) for key in keys]
-    if scheme.lower() != "bearer" or not any(matches):
-        what = (
-            "the API key is not valid" if given else "an API key is needed: Bearer in Authorization"
-        )
+    if not any(matches):
+        needed = "an API key is needed: Bearer in Authorization, or X-Api-Key"
+        what = needed if given is None else "the API key is not valid"
         challenge = {"WWW-Authenticate": "Bearer"}
         raise ApiError(401, what, code="invalid_api_key", headers=challenge)
     return await handler(request)

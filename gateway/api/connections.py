@@ -46,7 +46,7 @@ class Connections(web.Server):
         try:
             return await self._inner.request_handler(request)
         except web.HTTPException as error:
-            return from_exception(error).response()
+            return from_exception(error).response(request.path)
 
 
 class _Connection(web.RequestHandler):

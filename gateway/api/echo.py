@@ -5,7 +5,7 @@ It knows the prompt as the client gave it and as token ids, and nothing of what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from voltapile.gateway.api.errors import engine_error
 from voltapile.gateway.detokenizer import Detokenizer
@@ -20,13 +20,15 @@ Row = list[tuple[int, float]]  # (id, log-probability), as in protocol.Sampled
 class TokenLogprob:
     """One token. top: the best alternatives, best first. offset: where its text begins.
 
-    logprob None: nothing came before it.
+    logprob None: nothing came before it. id, top_ids: the same tokens by number.
     """
 
     token: bytes
     logprob: float | None
     top: list[tuple[bytes, float]]
     offset: int
+    id: int = field(default=-1, compare=False)
+    top_ids: tuple[int, ...] = field(default=(), compare=False)
 
 
 def token_logprob(tokenizer: Tokenizer, row: Row, offset: int) -> TokenLogprob:
@@ -34,7 +36,8 @@ def token_logprob(tokenizer: Tokenizer, row: Row, offset: int) -> TokenLogprob:
     (token, logprob), *top = row
     data = tokenizer.token_bytes
     best = [(data(i), max(x, FLOOR)) for i, x in top]
-    return TokenLogprob(data(token), max(logprob, FLOOR), best, offset)
+    ids = tuple(i for i, _ in top)
+    return TokenLogprob(data(token), max(logprob, FLOOR), best, offset, token, ids)
 
 
 class Echo:

@@ -1,7 +1,8 @@
 """Every error as OpenAI's body: {"error": {"message", "type", "param", "code"}}.
 
-ApiError is what handlers raise; the middleware turns it, and whatever else escapes, into a
-response. It knows nothing of the engine except that it may refuse or be unavailable.
+Anthropic's paths have Anthropic's. ApiError is what handlers raise; the middleware turns it, and
+whatever else escapes, into a response. It knows nothing of the engine except that it may refuse or
+be unavailable.
 """
 
 from __future__ import annotations
@@ -16,6 +17,16 @@ from voltapile.gateway.engine import EngineUnavailable
 from voltapile.gateway.request import Refused
 
 log = logging.getLogger(__name__)
+
+ANTHROPIC_PATH = "/v1/messages"  # this one, and what lies below it
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 
@@ -50,8 +61,16 @@ class ApiError(Exception):
         }
         return {"error": error}
 
-    def response(self) -> web.Response:
-        return json_response(self.body(), status=self.status, headers=self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        usual = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = ANTHROPIC_KINDS.get(self.status, usual)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> web.Response:
+        """path: of the request; some have a body of their own."""
+        is_anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
+        body = self.anthropic_body() if is_anthropic else self.body()
+        return json_response(body, status=self.status, headers=self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -107,7 +126,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         answer = from_exception(error)
         if answer.status >= 500:
             log.warning("%s %s: %d %s", request.method, request.path, answer.status, answer)
-        return answer.response()
+        return answer.response(request.path)
 
 
 def _from_http(error: web.HTTPException) -> ApiError:

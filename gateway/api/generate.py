@@ -63,7 +63,9 @@ class Generation:
         self.prompt_tokens = len(prompt)
         self.completion_tokens = 0  # the end-of-generation token counts
         self.finish = ""
+        self._slot = -1
         self._services = services
+        self.options = options
         self._transcript = Transcript(services.tokenizer, options, echo)
         self._only_prompt = options.max_tokens == 0
         self._wants_logprobs = options.logprobs >= 0
@@ -75,8 +77,8 @@ class Generation:
         if self._wants_logprobs:
             about_prompt = options.logprobs if echo else -1
             want = Want(logprobs=options.logprobs, prompt_logprobs=about_prompt)
-        sampling = _sampling(services, prompt, options, repeat)
-        self._stream = services.engine.submit(prompt, sampling, want, client)
+        self.sampling = _sampling(services, prompt, options, repeat)
+        self._stream = services.engine.submit(prompt, self.sampling, want, client, options.salt)
         services.live.add(self)
 
     def __aiter__(self) -> Generation:
@@ -129,6 +131,39 @@ class Generation:
     def cached_tokens(self) -> int:
         return self._stream.cached_tokens
 
+    @property
+    def has_begun(self) -> bool:
+        """A token has come."""
+        return self._begun
+
+    @property
+    def stop_string(self) -> str:
+        """The one that ended it, or ""."""
+        return self._transcript.stop_string
+
+    @property
+    def slot(self) -> int:
+        """Where it is computed, or was; -1 while it waits."""
+        if self._stream.request.slot >= 0:
+            self._slot = self._stream.request.slot
+        return self._slot
+
+    @property
+    def number(self) -> int:
+        """Of the request, counted by the engine."""
+        return self._stream.request.id
+
+    def progress(self) -> dict[str, int]:
+        """How much of the prompt has been sent to be computed, under llama-server's names."""
+        request = self._stream.request
+        end = time.monotonic() if not self._begun else self._first
+        return {
+            "total": self.prompt_tokens,
+            "cache": self.cached_tokens,
+            "processed": min(request.computed, self.prompt_tokens),
+            "time_ms": round((end - self._start) * 1000),
+        }
+
     def timings(self) -> dict[str, Any]:
         """Counts and speeds under llama-server's names. The prompt's time includes any wait."""
         computed = self.prompt_tokens - self.cached_tokens
@@ -139,6 +174,7 @@ class Generation:
             "cache_n": self.cached_tokens,
             "prompt_n": computed,
             "prompt_ms": round(prompt_ms, 3),
+            "prompt_per_token_ms": round(prompt_ms / computed, 3) if computed else 0.0,
             "prompt_per_second": _rate(computed, prompt_ms),
             "predicted_n": self.completion_tokens,
             "predicted_ms": round(predicted_ms, 3),
@@ -173,6 +209,7 @@ class Generation:
 
     def _begin(self) -> None:
         self._begun, self._first = True, self._last
+        self._slot = self._stream.request.slot
         self._services.metrics.first_token(self._first - self._start)
 
 

@@ -81,6 +81,9 @@ class Options:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    return_progress: bool = False
+    timings_per_token: bool = False
+    salt: bytes = b""  # with one of its own a prompt is computed even if another has done so
 
 
 def read_options(
@@ -109,6 +112,9 @@ def read_options(
         stream=fields.flag("stream"),
         include_usage=stream_options.flag("include_usage"),
         continuous_usage=stream_options.flag("continuous_usage_stats"),
+        return_progress=fields.flag("return_progress"),
+        timings_per_token=fields.flag("timings_per_token"),
+        salt=b"" if fields.flag("cache_prompt", default=True) else secrets.token_bytes(16),
     )
 
 

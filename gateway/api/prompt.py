@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from voltapile.gateway.api.errors import ApiError, bad_request
 from voltapile.gateway.api.schema import ChatRequest, CompletionRequest
 from voltapile.gateway.api.services import Services, off_loop
-from voltapile.gateway.template import ChatTemplate, TemplateError
+from voltapile.gateway.template import TemplateError
 from voltapile.gateway.tokenizer import Tokenizer
 
 BEGINNING, LEAST_BEGINNING = 8, 1 << 16  # characters: for each token of the context, and in all
@@ -19,12 +19,10 @@ BEGINNING, LEAST_BEGINNING = 8, 1 << 16  # characters: for each token of the con
 
 async def chat_prompt(services: Services, chat: ChatRequest) -> list[int]:
     """The rendered messages as ids."""
-    if services.template is None:
-        raise bad_request("this model has no chat template", "messages", "no_chat_template")
-    rendered = await _rendered(services.template, chat)
+    text = await rendered(services, chat)
     encode, context = services.tokenizer.encode_chat, services.plan.context
-    ids = await off_loop(len(rendered), _encoded, encode, rendered, context, "messages")
-    return _checked(ids, context, "messages")
+    ids = await off_loop(len(text), _encoded, encode, text, context, "messages")
+    return checked(ids, context, "messages")
 
 
 async def completion_prompts(services: Services, asked: CompletionRequest) -> list[list[int]]:
@@ -33,7 +31,7 @@ async def completion_prompts(services: Services, asked: CompletionRequest) -> li
     prompts = await off_loop(
         asked.body_bytes, _all_encoded, services.tokenizer, asked.prompts, context
     )
-    return [_checked(ids, context, "prompt") for ids in prompts]
+    return [checked(ids, context, "prompt") for ids in prompts]
 
 
 def _all_encoded(
@@ -55,15 +53,18 @@ def _encoded(encode: Callable[[str], list[int]], text: str, context: int, param:
     return encode(text)
 
 
-async def _rendered(template: ChatTemplate, chat: ChatRequest) -> str:
+async def rendered(services: Services, chat: ChatRequest) -> str:
+    """The messages as the text that the model sees."""
+    if services.template is None:
+        raise bad_request("this model has no chat template", "messages", "no_chat_template")
     try:
-        return await template.rendered(chat.messages, **chat.template_kwargs)
+        return await services.template.rendered(chat.messages, **chat.template_kwargs)
     except TemplateError as error:
         message = f"the chat template refuses these messages: {error}"
         raise bad_request(message, "messages", "template_error") from error
 
 
-def _checked(ids: list[int], context: int, param: str) -> list[int]:
+def checked(ids: list[int], context: int, param: str) -> list[int]:
     """`ids` if there is at least one and room for one more."""
     if not ids:
         raise bad_request(f"'{param}' is empty: there is nothing to go on from", param)

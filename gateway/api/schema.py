@@ -81,13 +81,18 @@ def completion_request(body: bytes, vocab_size: int) -> CompletionRequest:
 def token_ids(value: list[Any], param: str, vocab_size: int) -> list[int]:
     """`value` as token ids. Raises a 400 that names the first item that is none."""
     for i, token in enumerate(value):
-        if isinstance(token, bool) or not isinstance(token, int):
-            message = f"'{param}[{i}]' must be a token id, not {kind(token)}"
-            raise bad_request(message, f"{param}[{i}]", "invalid_type")
-        if not 0 <= token < vocab_size:
-            message = f"'{param}[{i}]' is {token}, but token ids go from 0 to {vocab_size - 1}"
-            raise bad_request(message, f"{param}[{i}]", "invalid_token")
+        token_id(token, f"{param}[{i}]", vocab_size)
     return value
+
+
+def token_id(token: Any, param: str, vocab_size: int) -> int:
+    if isinstance(token, bool) or not isinstance(token, int):
+        message = f"'{param}' must be a token id, not {kind(token)}"
+        raise bad_request(message, param, "invalid_type")
+    if not 0 <= token < vocab_size:
+        message = f"'{param}' is {token}, but token ids go from 0 to {vocab_size - 1}"
+        raise bad_request(message, param, "invalid_token")
+    return token
 
 
 def _message(message: Any, i: int) -> dict[str, Any]:

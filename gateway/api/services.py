@@ -48,10 +48,19 @@ class Services:
 SERVICES = web.AppKey("services", Services)
 
 
+def given_key(request: web.Request) -> str | None:
+    """The key of OpenAI's or Anthropic's header; "" for another scheme, None for nothing."""
+    header = request.headers.get("Authorization")
+    if header is None:
+        return request.headers.get("X-Api-Key")
+    scheme, _, key = header.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
 def client_of(request: web.Request) -> str:
     """Who asks, as clients take turns: a key may be shared, and so may an address."""
     has_keys = bool(request.app[SERVICES].api_keys)
-    key = hash(request.headers.get("Authorization")) if has_keys else 0  # no secret leaves here
+    key = hash(given_key(request)) if has_keys else 0  # no secret leaves here
     return f"{request.remote or ''} {key}"
 
 

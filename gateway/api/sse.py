@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 from aiohttp import web
 from voltapile.gateway.api import codec
-from voltapile.gateway.api.errors import from_exception
+from voltapile.gateway.api.errors import ApiError, from_exception
 
 log = logging.getLogger(__name__)
 
@@ -27,20 +28,37 @@ DONE = b"data: [DONE]\n\n"
 FULL = 64 << 10  # bytes that a client has not taken; aiohttp lets writers wait from there on
 
 
+def event(payload: Any) -> bytes:
+    return b"data: " + codec.dumps(payload) + b"\n\n"
+
+
+def failure(error: ApiError) -> bytes:
+    """The end of a stream that broke, as OpenAI's clients read it."""
+    return event(error.body()) + DONE
+
+
 class EventStream:
     """async with EventStream(request, ...) as events: events.write(event({...}))
 
     An exception inside becomes an error event, as the status has been sent. A client that leaves
     or does not read ends the block silently; `response` is what the handler returns.
+    comment, failure: what is sent in a silence, and for an exception.
     """
 
     def __init__(
-        self, request: web.Request, *, keepalive_seconds: float, write_seconds: float
+        self,
+        request: web.Request,
+        *,
+        keepalive_seconds: float,
+        write_seconds: float,
+        comment: bytes = COMMENT,
+        failure: Callable[[ApiError], bytes] = failure,
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._request = request
         self._keepalive_seconds = keepalive_seconds
         self._write_seconds = write_seconds
+        self._comment, self._failure = comment, failure
         self._loop = asyncio.get_running_loop()
         self._sent = self._loop.time()
         self._writing = 0  # more than one when a comment meets an event
@@ -96,7 +114,8 @@ class EventStream:
         if not isinstance(error, Exception):
             return False  # no error at all, or a cancellation
         try:
-            await self.send(from_exception(error).body())
+            self.write(self._failure(from_exception(error)))
+            await self.drain()
         except ConnectionError:
             log.debug("nobody was left to tell: %s", error)
         return True
@@ -112,7 +131,7 @@ class EventStream:
                 return self._drop()
             else:
                 try:
-                    self.write(COMMENT)
+                    self.write(self._comment)
                     async with asyncio.timeout(self._write_seconds):
                         await self.drain()
                 except TimeoutError:
@@ -124,7 +143,3 @@ class EventStream:
         """The handler is cancelled, as if the client had left."""
         log.warning("a client did not read for %g s; closing", self._write_seconds)
         self._transport.abort()
-
-
-def event(payload: Any) -> bytes:
-    return b"data: " + codec.dumps(payload) + b"\n\n"

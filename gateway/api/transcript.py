@@ -53,6 +53,11 @@ class Transcript:
         self._decoded = len(echo.text) if echo else 0  # characters, those held back included
         self._shown = self._decoded
 
+    @property
+    def stop_string(self) -> str:
+        """The one that ended the answer, or ""."""
+        return self._stops.met if self._stops else ""
+
     def push(self, chunk: Chunk) -> Piece:
         """A stop id is the last of a chunk's tokens, and has no text."""
         shown = chunk.tokens[:-1] if chunk.finish == "stop" else chunk.tokens

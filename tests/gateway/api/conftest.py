@@ -87,6 +87,7 @@ class ScriptedEngine:
         self.sampling: list[Sampling] = []
         self.wants: list[Any] = []
         self.clients: list[str] = []
+        self.salts: list[bytes] = []
         self.streams: list[ScriptedStream] = []
 
     def say(self, text: str | bytes, finish: str = "stop") -> None:
@@ -101,7 +102,12 @@ class ScriptedEngine:
             self.script.append(60.0)
 
     def submit(
-        self, prompt: list[int], sampling: Sampling, want: Any = None, client: str = ""
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        want: Any = None,
+        client: str = "",
+        salt: bytes = b"",
     ) -> ScriptedStream:
         if self.refusal is not None:
             raise self.refusal
@@ -109,6 +115,7 @@ class ScriptedEngine:
         self.sampling.append(sampling)
         self.wants.append(want)
         self.clients.append(client)
+        self.salts.append(salt)
         self.streams.append(ScriptedStream(list(self.script)))
         return self.streams[-1]
 

@@ -27,8 +27,9 @@ async def test_an_engine_error_is_500(post, engine, path):
 @pytest.mark.parametrize("failure", [Chunk(finish="error", error="rank 0 died"), ValueError("x")])
 async def test_an_error_in_a_stream_is_its_last_event(events, engine, path, failure):
     engine.script[2:] = [failure]
-    *chunks, last = await events(path, BODIES[path])
+    *chunks, last, done = await events(path, BODIES[path])
     assert len(chunks) == 2
+    assert done == "[DONE]"
     assert last["error"]["type"] == "server_error"
 
 
@@ -66,8 +67,9 @@ async def test_a_slow_client_gets_everything_of_every_choice(
     engine.script.append(Chunk([257], finish="stop"))
     body = {"prompt": "hi", "n": 2, "stream": True}
     async with client.post("/v1/completions", json=body) as response:
-        await asyncio.sleep(0.3)  # longer than the engine needs
-        assert all(not stream.script for stream in engine.streams)
+        async with asyncio.timeout(20):
+            while len(engine.streams) < 2 or any(stream.script for stream in engine.streams):
+                await asyncio.sleep(0.02)
         data = await response.read()
     found, finishes = ["", ""], []
     for payload in parse(data)[:-1]:

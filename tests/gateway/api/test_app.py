@@ -178,7 +178,8 @@ async def test_stopping_tells_open_requests(engine, tokenizer, plan, stream):
         response = await request
         text = await response.text()
         assert response.status == (200 if stream else 503)
-        assert is_error(json.loads(text.strip().split("data: ")[-1]))
+        error = text.removesuffix("data: [DONE]\n\n").strip().split("data: ")[-1]
+        assert is_error(json.loads(error))
     with pytest.raises(aiohttp.ClientConnectionError):
         async with aiohttp.ClientSession() as session, session.get(url):
             pass
@@ -201,3 +202,18 @@ async def test_a_port_in_use_is_an_oserror(engine, tokenizer, plan):
         with pytest.raises(OSError, match="in use"):
             async with listening(second, "127.0.0.1", port):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"X-Api-Key": "secret"}, 200),
+        ({"X-Api-Key": "wrong"}, 401),
+        ({"Authorization": "Basic secret"}, 401),
+        ({"Authorization": "Bearer wrong", "X-Api-Key": "secret"}, 401),
+    ],
+)
+async def test_anthropics_header_for_the_key(serve, headers, status):
+    client = await serve(api_keys=["secret"])
+    async with client.get("/v1/models", headers=headers) as response:
+        assert response.status == status

@@ -74,8 +74,27 @@ async def test_an_error_is_an_event(get):
 
     data = await get(block)
     assert data.startswith(b'data: 1\n\ndata: {"error":{"message":"rank 0 died"')
-    assert data.endswith(b"}\n\n")
-    assert b"DONE" not in data
+    assert data.endswith(b"}\n\ndata: [DONE]\n\n")
+
+
+async def test_a_dialect_has_its_own_comments_and_errors():
+    async def handler(request):
+        events = EventStream(
+            request,
+            keepalive_seconds=0.05,
+            write_seconds=5,
+            comment=b"event: ping\n\n",
+            failure=lambda error: f"event: error\ndata: {error.status}\n\n".encode(),
+        )
+        async with events:
+            await asyncio.sleep(0.12)
+            raise engine_error("rank 0 died")
+        return events.response
+
+    async with served(handler) as url, aiohttp.request("GET", url) as response:
+        data = await response.read()
+    assert data.startswith(b"event: ping\n\n")
+    assert data.endswith(b"\n\nevent: error\ndata: 500\n\n")
 
 
 async def test_a_client_that_does_not_read_is_dropped(caplog):
