@@ -80,7 +80,7 @@ def draft_of(
     groups = _cache_groups(spec, backend, options)
     layout = layout_of(spec, gguf.tensors, machine, backend, options, spread, load, groups)
     rules, obeyed = _rules(layout)
-    places = usual_places(layout.tensors, backend, options)
+    places = usual_places(layout.tensors, spec, machine, backend, options, spread.mode)
     if backend.in_vram:
         places = by_rules(places, rules, obeyed)
     notes: list[str] = []

@@ -43,6 +43,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     links: list[Link] = []  # of pairs of GPUs; []: unknown
     disk_bandwidth: float = 0.0  # of the drive with the models, bytes a second; 0: unknown
     disk: str = ""  # which that is
+    shared_bytes: int = 0  # of shared memory that are free; 0: unknown
     memory_nodes: list[MemoryNode] = []  # nodes without CPUs: their memory is not counted above
 
 
@@ -69,6 +70,7 @@ def probe(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Mac
         gpus=[_at_home(root, gpu, nodes) for gpu in gpus],
         links=links,
         memory_nodes=others,
+        shared_bytes=_shared(root / "dev/shm"),
     )
 
 
@@ -101,6 +103,15 @@ def islands(machine: Machine) -> list[list[int]]:
     return sorted({tuple(sorted(group)): sorted(group) for group in groups.values()}.values())
 
 
+def _shared(folder: Path) -> int:
+    """Free bytes of a file system."""
+    try:
+        there = os.statvfs(folder)
+    except OSError:
+        return 0
+    return there.f_bavail * there.f_frsize
+
+
 def _at_home(root: Path, gpu: Gpu, nodes: Collection[CpuNode]) -> Gpu:
     """With a node that has CPUs for us: its own, or the nearest to it."""
     home = nearest(root, gpu.node, [node.id for node in nodes])
@@ -119,6 +130,8 @@ def _fault(machine: Machine) -> str:
     for what, numbers in (("node", ids), ("GPU", indexes)):
         if twice := [each for each in numbers if numbers.count(each) > 1]:
             return f"{what} {twice[0]} is there twice"
+    if machine.shared_bytes < 0:
+        return f"{machine.shared_bytes} bytes of shared memory are free"
     sizes = {"this machine": (machine.available_bytes, machine.memory_bytes)}
     sizes |= {f"node {node.id}": (node.free_bytes, node.memory_bytes) for node in machine.nodes}
     sizes |= {f"GPU {gpu.index}": (gpu.free_bytes, gpu.memory_bytes) for gpu in machine.gpus}

@@ -20,6 +20,7 @@ from voltapile.topology.spec import Spec
 FIT_CONTEXT = 4096  # tokens for which weights are moved out of VRAM, where they must be
 CPU_SHARE = 0.7  # of its memory's bandwidth that a CPU reaches when it computes with weights
 FAST_LINK = 30e9  # bytes a second from which reading host memory beats a CPU of unknown speed
+SHARED_ROOM = 32 << 20  # of /dev/shm, that ranks need to meet
 EMBEDDING, TABLE = "token_embd.weight", "per_layer_token_embd.weight"
 SHARED = (EMBEDDING, TABLE)  # of which, outside VRAM, one copy serves all ranks
 
@@ -50,12 +51,25 @@ class Move:
 BudgetOf = Callable[[Places], Budget]
 
 
-def usual_places(tensors: Mapping[str, Tensor], backend: Backend, options: Options) -> Places:
-    """Without any rule and with memory for everything."""
-    place = VRAM if backend.in_vram else HOST if options.no_mmap else MAPPED
-    return Places(
-        {name: PINNED if backend.in_vram and name == TABLE else place for name in tensors}
-    )
+def usual_places(
+    tensors: Mapping[str, Tensor],
+    spec: Spec,
+    machine: Machine,
+    backend: Backend,
+    options: Options,
+    mode: str,
+) -> Places:
+    """Without any rule and with memory for everything. Where each of several GPUs would keep the
+    whole token embedding, one copy in host memory serves all: a token's row comes over the link in
+    microseconds, and hundreds of MiB of each GPU stay free."""
+    if not backend.in_vram:
+        return Places(dict.fromkeys(tensors, HOST if options.no_mmap else MAPPED))
+    pinned = {TABLE}
+    if EMBEDDING in tensors and not spec.tied and mode in ("tensor", "experts"):
+        room = machine.shared_bytes - SHARED_ROOM
+        if not machine.shared_bytes or tensors[EMBEDDING].nbytes <= room:
+            pinned.add(EMBEDDING)
+    return Places({name: PINNED if name in pinned else VRAM for name in tensors})
 
 
 def by_rules(places: Places, rules: Sequence[Rule], obeyed: Obeyed) -> Places:

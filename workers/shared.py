@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from voltapile.kernels.group import Group, shared_memory
 from voltapile.shm.gguf import Gguf
-from voltapile.shm.segment import Segment
+from voltapile.shm.segment import Segment, SegmentError
 from voltapile.topology.plan import Plan
 
 Progress = Callable[[float], None]
@@ -35,11 +35,14 @@ def shared_tensors(
         starts[name] = end
         end += -(-gguf.tensors[name].nbytes // PAGE) * PAGE
     nodes = sorted({each.node for each in plan.ranks if each.node >= 0})
-    if group is None:
-        segment = Segment.create(plan.id, "tensors", end, nodes=nodes, huge=True)
-        segment.unlink()
-    else:
-        segment = shared_memory(group, end, "tensors", nodes, huge=True)
+    try:
+        if group is None:
+            segment = Segment.create(plan.id, "tensors", end, nodes=nodes, huge=True)
+            segment.unlink()
+        else:
+            segment = shared_memory(group, end, "tensors", nodes, huge=True)
+    except SegmentError as error:
+        raise SegmentError(f"{error}; or keep the embedding in VRAM: -ot embed=vram") from None
     try:
         found = {
             name: segment.array(np.uint8, (gguf.tensors[name].nbytes,), start)

@@ -211,3 +211,7 @@ class DummyWeights(FileWeights):
             raise ValueError(f"the {self.ops.name} backend makes no dummy weights")
         weight: Weight = make(self.gguf.tensors[name].type_name, shape)
         return weight
+
+    def _shared(self, name: str) -> Weight:
+        weight: Weight = self.ops.fill(super()._shared(name))  # type: ignore[attr-defined]
+        return weight

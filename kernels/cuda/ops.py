@@ -165,7 +165,10 @@ class CudaOps(CudaCollectives):
         row = row_bytes(type_name, shape[-1])
         nbytes = row * int(np.prod(shape[:-1], dtype=np.int64))
         ptr, owner = self._weights.take(nbytes + SLACK)
-        weight = CudaWeight(tuple(shape), nbytes, type_name, ptr, row, owner)
+        return self.fill(CudaWeight(tuple(shape), nbytes, type_name, ptr, row, owner))
+
+    def fill(self, weight: CudaWeight) -> CudaWeight:
+        """Random values over its own; the same on every rank that makes the same calls."""
         self._dummies += 1
         dummy.fill(self, weight, self._dummies)
         return weight

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import pytest
 from reference import CUDA, computer, header, plan_for, usual
 from voltapile.topology.architectures import spec_of
 from voltapile.topology.machine import Machine
-from voltapile.topology.plan import Options, Plan
+from voltapile.topology.plan import Options, Plan, unbuilt
 from voltapile.topology.planner import plan
 
 
@@ -25,8 +28,8 @@ def with_memory(there: Machine, vram: int, host: int = 0) -> Machine:
 
 def test_everything_stays_where_it_fits() -> None:
     found = usual("x86-4xv100-32gb", "qwen3-235b-a22b-q3k")
-    assert {each.tier for each in found.tensors.values()} == {"vram"}
-    assert found.shared == {}
+    outside = {name for name, each in found.tensors.items() if each.tier != "vram"}
+    assert outside == set(found.shared) == {"token_embd.weight"}
 
 
 def test_the_embedding_goes_first_then_experts_from_the_first_layer_on() -> None:
@@ -37,8 +40,7 @@ def test_the_embedding_goes_first_then_experts_from_the_first_layer_on() -> None
     assert layers_in(found, "host", "attn_q") == []
     assert found.context >= 4096
     assert found.notes[0] == (
-        "to hold a context of 4096, VRAM goes without the token embedding (pinned), "
-        "the experts of layers 0 to 4 (host)"
+        "to hold a context of 4096, VRAM goes without the experts of layers 0 to 4 (host)"
     )
 
 
@@ -103,3 +105,39 @@ def test_a_short_context_is_better_than_weights_outside() -> None:
     found = plan(spec_of(gguf), gguf, there, CUDA, Options(split_mode="none"))
     assert {each.tier for each in found.tensors.values()} == {"vram"}
     assert found.context < 4096
+
+
+def test_of_one_gpu_the_embedding_goes_first() -> None:
+    there, table = computer("x86-2x2080ti"), header("qwen3-8b-q4km")
+    tight = with_memory(there, 6950 << 20)
+    found = plan(
+        spec_of(table), table, tight, CUDA, Options(slots=4, context=512, split_mode="none")
+    )
+    assert found.notes[0] == (
+        "to hold a context of 512, VRAM goes without the token embedding (pinned)"
+    )
+    assert unbuilt(found) == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "shared_bytes", "is_shared"),
+    [
+        ("qwen3-8b-q4km", {}, 0, True),
+        ("qwen3-8b-q4km", {}, 1 << 30, True),
+        ("qwen3-8b-q4km", {}, 64 << 20, False),  # a container's /dev/shm
+        ("qwen3-8b-q4km", {"overrides": ["embed=vram"]}, 0, False),
+        ("qwen3-8b-q4km", {"split_mode": "layer"}, 0, False),  # one rank has it
+        ("qwen3-8b-q4km", {"split_mode": "none"}, 0, False),
+    ],
+)
+def test_one_embedding_serves_all_ranks(
+    model: str, options: dict[str, Any], shared_bytes: int, is_shared: bool
+) -> None:
+    there = msgspec.structs.replace(computer("x86-4xv100-32gb"), shared_bytes=shared_bytes)
+    table = header(model)
+    chosen = Options(slots=4, **options)
+    found = plan(spec_of(table), table, there, CUDA, chosen)
+    place = found.tensors["token_embd.weight"]
+    assert (place.tier == "pinned") == is_shared
+    assert found.shared == ({"token_embd.weight": place.bytes} if is_shared else {})
+    assert unbuilt(found) == ""
