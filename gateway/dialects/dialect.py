@@ -1,0 +1,105 @@
+"""Dialect: how a family of models writes tool calls and marks its reasoning.
+
+One small file each beside this one; recognise.py says which of them a template asks for. A dialect
+knows texts only: no tokens, no HTTP, and nothing of how its pieces are sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+Messages = list[dict[str, Any]]
+
+
+class Fragment(NamedTuple):
+    """A piece of a tool call. name: of a call that begins here, else "". The arguments of a call's
+    fragments, joined, are a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that may be called. schema: of its arguments."""
+
+    name: str
+    description: str = ""
+    schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+
+
+class Parsed(NamedTuple):
+    """What some more text of a call gave. text: what turned out to be no call. rest: what follows
+    its end; None while it is open."""
+
+    fragments: list[Fragment]
+    text: str = ""
+    rest: str | None = None
+
+
+class CallParser(Protocol):
+    """Reads one tool call, from behind the marker that opened it."""
+
+    def push(self, text: str) -> Parsed: ...
+
+    def end(self, is_cut: bool) -> Parsed:
+        """Nothing more comes. is_cut: the answer ended at its token limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """opens: texts that begin a call; with `is_first` only where nothing but space comes before.
+
+    grammar: of calls of some of the tools, in llguidance's Lark; `many` if more than one may come.
+    prepared: messages with tools and calls as text, for templates that know of neither.
+    """
+
+    name: str
+    opens: tuple[str, ...]
+    is_first: bool = False
+    parser: Callable[[str, Sequence[Tool]], CallParser]  # of the marker that was met
+    grammar: Callable[[Sequence[Tool], bool], str]
+    prepared: Callable[[Messages, Sequence[Tool]], Messages] | None = None
+
+
+def first_open(text: str, markers: Sequence[str]) -> int:
+    """Where the longest end of `text` begins that may still become one of the markers."""
+    longest = max(map(len, markers), default=1) - 1
+    for at in range(max(0, len(text) - longest), len(text)):
+        if any(marker.startswith(text[at:]) for marker in markers):
+            return at
+    return len(text)
+
+
+def earliest(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """The marker that comes first, and where; of several that begin there the longest."""
+    found = [(at, -len(m), m) for m in markers if (at := text.find(m)) >= 0]
+    return (min(found)[0], min(found)[2]) if found else None
+
+
+def quoted(text: str) -> str:
+    """`text` as a string of Lark."""
+    return json.dumps(text)
+
+
+def compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def json_rule(name: str, schema: Any) -> str:
+    return f"{name}: %json {json.dumps(schema)}"
+
+
+def json_calls_grammar(
+    tools: Sequence[Tool], many: bool, key: str, before: str = "", after: str = ""
+) -> str:
+    """Calls that are JSON objects with a name and `key`, between two texts."""
+    lines = ["start: call" + (" (between call)*" if many else ""), 'between: "\\n"']
+    lines.append("call: " + " | ".join(f"c{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        head = quoted(f'{before}{{"name": {json.dumps(tool.name)}, "{key}": ')
+        lines += [f"c{i}: {head} a{i} {quoted('}' + after)}", json_rule(f"a{i}", tool.schema)]
+    return "\n".join(lines)
