@@ -40,7 +40,7 @@ def new_state(zeros: Zeros, slots: int, depth: int, width: int, rest: list[np.nd
     return State(
         zeros((slots, depth, width), np.float32, "state"),
         zeros((slots, MAX_PROVISIONAL, width), np.float32, "state"),
-        zeros((slots,), np.int32, "slots"),
+        zeros((slots,), np.int32, "state"),
         rest,
     )
 

@@ -105,6 +105,9 @@ def test_equal_logits_choose_the_first_and_nan_says_so() -> None:
     assert chosen[0].tolist() == [1, 2, 4]
     np.testing.assert_allclose(weights[0], 1 / 3, rtol=1e-6)
     assert np.isnan(weights[1]).all()
+    x.view(np.uint32)[1] = 0x7FFFFFFF  # a NaN that rounding would carry into the sign
+    _, weights = ops.route(x, weight(ops, router), 3, counts, batch_of([(0, 0, 2)]), True)
+    assert np.isnan(weights[1]).all()
     assert (chosen[1] >= 0).all()
     assert (chosen[1] < 6).all()
 

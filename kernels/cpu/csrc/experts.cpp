@@ -65,7 +65,8 @@ void round_bf16(const RoundArgs& args, Team& team) {
   for (std::int64_t i = begin; i < end; ++i) {
     std::uint32_t bits;
     std::memcpy(&bits, args.x + i, 4);
-    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+    const bool is_nan = args.x[i] != args.x[i];  // whose bits must not be added to
+    bits = (is_nan ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
     std::memcpy(args.out + i, &bits, 4);
   }
 }
@@ -128,8 +129,8 @@ class Experts : public Command {
     for (int i = 0; i < 3; ++i) {
       if (all[i]->rows % args.count != 0) throw std::invalid_argument("experts of unlike sizes");
       matrices_[i] = split(*all[i], args.count);
-      for (const Matrix& each : matrices_[i])
-        factors_[i].push_back((i < 2 ? outer_ : inner_).add(&each));
+      const Factor first = (i < 2 ? outer_ : inner_).add(&matrices_[i][0]);
+      for (const Matrix& each : matrices_[i]) factors_[i].push_back({&each, first.kernel});
     }
     if (args.gate->rows != args.up->rows || args.down->cols * args.count != args.gate->rows ||
         args.down->rows != args.gate->cols * args.count)
