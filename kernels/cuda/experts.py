@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from voltapile.kernels.cuda import expert_groups
 from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 
@@ -38,6 +39,7 @@ SPLIT = Instance("route.cu", "split_heads", waits=True)
 INSTANCES = [
     *EXPERT_UP.values(),
     *EXPERT_DOWN.values(),
+    *expert_groups.INSTANCES,
     *(BF16, ROUTE, GATE_ROWS, GATE_VALUES, JOIN, SPLIT),
 ]
 
@@ -97,16 +99,25 @@ def experts(
     routing: tuple[DeviceArray, DeviceArray],
     table: ExpertTable,
     add_to: DeviceArray | None = None,
+    alone: int | None = None,
 ) -> DeviceArray:
+    """alone: so many first rows have the bits that they have alone; None: all."""
     out = ops.scratch(x.shape) if add_to is None else add_to
-    used = routing[0].shape[1]
-    step = MOST_PAIRS // used
-    for start in range(0, len(x), step):
-        stop = min(len(x), start + step)
+    weights, adds = (table.gate, table.up, table.down), add_to is not None
+    first = len(x) if alone is None else min(alone, len(x))
+    if not expert_groups.fits(weights, len(x) - first):
+        first = len(x)
+    step = MOST_PAIRS // routing[0].shape[1]
+    for start in range(0, first, step):
+        part = slice(start, min(first, start + step))
         with ops.scope():
-            chosen, weights = (each[start:stop] for each in routing)
-            inner = _inner(ops, x[start:stop], chosen, table)
-            _down(ops, inner, (chosen, weights), table, out[start:stop], add_to is not None)
+            chosen, shares = (each[part] for each in routing)
+            inner = _inner(ops, x[part], chosen, table)
+            _down(ops, inner, (chosen, shares), table, out[part], adds)
+    if first < len(x):
+        rest = routing[0][first:], routing[1][first:]
+        places = table.places, table.first
+        expert_groups.experts(ops, x[first:], rest, weights, *places, out[first:], adds)
     return out
 
 

@@ -22,6 +22,9 @@ class Host(Launcher, Protocol):
 
     def linear(self, x: DeviceArray, weight: Weight) -> DeviceArray: ...
 
+    def rows_alone(self, x: DeviceArray) -> int | None:
+        """So many first rows must have the bits that they have alone; None: all."""
+
     def table(self, values: np.ndarray) -> DeviceArray:
         """Some host values on the device, for ever."""
 
@@ -59,7 +62,7 @@ class CudaFamilies:
         table: experts.ExpertTable,
         add_to: DeviceArray | None = None,
     ) -> DeviceArray:
-        return experts.experts(self, x, routing, table, add_to)
+        return experts.experts(self, x, routing, table, add_to, self.rows_alone(x))
 
     def gate_rows_(self: Host, y: DeviceArray, x: DeviceArray, weight: Weight) -> DeviceArray:
         return experts.gate_rows_(self, y, x, _own(weight))

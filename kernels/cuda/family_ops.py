@@ -18,6 +18,10 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
         self._uploader.send(ptr, raw)
         return DeviceArray(ptr, values.shape, values.dtype, owner)
 
+    def rows_alone(self, x: DeviceArray) -> int | None:
+        policy = self._policy_for(x)
+        return None if policy.way(len(x) - policy.generated) == "rows" else policy.generated
+
     def copy_page(self, cache: Any, source: int, target: int) -> None:
         if not isinstance(cache, sparse.IndexCache):
             super().copy_page(cache, source, target)

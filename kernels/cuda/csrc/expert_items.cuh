@@ -4,31 +4,13 @@
 // w + WARPS, ... What an item's product is added to is up to the caller, in an order that depends on
 // shapes alone. -D FORMAT, WARPS, TILES; MANY 0.
 #pragma once
+#include "expert_table.cuh"
 #include "grid.cuh"
 #include "matmul_chunk.cuh"
 #include "matmul_direct.cuh"
 #include "matmul_epilogue.cuh"
 
 namespace voltapile {
-
-// Where an expert's matrices lie. tier and owner are for whoever places them.
-struct Expert {
-  const std::uint8_t* matrices[3];  // gate, up, down
-  int tier, owner;
-};
-enum Part { GATE, UP, DOWN };
-
-// A layer's experts `first` to first + count - 1.
-struct Experts {
-  const Expert* table;
-  int count, first;
-
-  // Null if it is computed elsewhere.
-  __device__ __forceinline__ const Expert* find(int expert) const {
-    const int local = expert - first;
-    return local >= 0 && local < count ? table + local : nullptr;
-  }
-};
 
 struct Item {
   const std::uint8_t* first[TILES];  // rows

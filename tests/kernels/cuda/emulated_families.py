@@ -14,8 +14,13 @@ from .emulation import EmulatedOps
 
 
 class EmulatedFamilies(CudaFamilies, EmulatedOps):
+    alone: int | None = None  # see CudaFamilies' Host
+
     def table(self, values: np.ndarray) -> DeviceArray:
         return self.array(values)
+
+    def rows_alone(self, x: DeviceArray) -> int | None:
+        return self.alone
 
     def upload(self, target: DeviceArray, values: np.ndarray) -> None:
         self.view(target)[...] = np.ascontiguousarray(values, target.dtype).reshape(target.shape)

@@ -139,6 +139,34 @@ def test_experts(ops: Any, gate: str, up: str, down: str, width: int, inner: int
     np.testing.assert_array_equal(np.concatenate(alone), found)
 
 
+@pytest.mark.parametrize(
+    ("up", "down", "width", "inner"), [("Q4_K", "Q6_K", 256, 256), ("Q8_0", "Q5_0", 160, 96)]
+)
+def test_experts_of_many_tokens(
+    ops: Any, monkeypatch: pytest.MonkeyPatch, up: str, down: str, width: int, inner: int
+) -> None:
+    """The first two rows keep their bits; an expert that nobody chose, and one of two tiles."""
+    shapes = (up, (4, inner, width)), (up, (4, inner, width)), (down, (4, width, inner))
+    made = [weights_of(ops, np.zeros(shape, np.float32), name) for name, shape in shapes]
+    tokens, rng = 90, np.random.default_rng(0)
+    x, old = normal(7, tokens, width), normal(8, tokens, width)
+    chosen = np.stack([rng.permutation([0, 1, 2, 4, 5])[:3] for _ in range(tokens)]).astype(
+        np.int32
+    )
+    weights = np.abs(normal(9, tokens, 3))
+    table, truth = (
+        each.expert_table(*(m[i] for m in made), 1) for i, each in enumerate((ops, REF))
+    )
+    expected = old + REF.experts(x, (chosen, weights), truth)
+    routing = ops.array(chosen), ops.array(weights)
+    plain = ops.to_host(ops.experts(ops.array(x[:2]), (routing[0][:2], routing[1][:2]), table))
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "alone", 2)
+        found = ops.to_host(ops.experts(ops.array(x), routing, table, ops.array(old)))
+    np.testing.assert_allclose(found, expected, atol=2e-3 * np.abs(expected).max())
+    np.testing.assert_array_equal(found[:2], old[:2] + plain)
+
+
 def test_gates(plain: Any) -> None:
     y, x, w = normal(0, 3, 70), normal(1, 3, 50), normal(2, 50)
     mine, theirs = weights_of(plain, w)

@@ -1,0 +1,119 @@
+"""Launcher of experts for many tokens: sorted by expert on the device, products of whole tiles.
+
+Prompt rows alone take it, for it changes bits. Takes a Launcher and device arrays; knows neither
+cupy nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from voltapile.kernels.cuda import gemm
+from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+
+ROWS, TOKENS = gemm.FUSED_ROWS, gemm.FUSED_TOKENS  # of a tile
+MOST_EXPERTS = 1024
+MOST_PAIRS = 32768  # sorted at once: no more tiles than a grid's second axis has
+FROM = 16  # tokens; fewer are better off one by one
+
+
+def _instance(function: str, name: str) -> Instance:
+    defines = (("FORMAT", name), ("PLANE", "0"))
+    return Instance("expert_group.cu", function, defines, is_exact=True, waits=True)
+
+
+FORMATS = [
+    name for name, chunk in CHUNKS.items() if name not in gemm.FLOATS and not chunk.is_expanded
+]
+GROUP_UP = {name: _instance("expert_group_up", name) for name in FORMATS}
+GROUP_DOWN = {name: _instance("expert_group_down", name) for name in FORMATS}
+PLAN, JOIN = (_instance(f"expert_{name}", "Q4_0") for name in ("plan", "join"))
+INSTANCES = [*GROUP_UP.values(), *GROUP_DOWN.values(), PLAN, JOIN]
+
+
+def fits(weights: Sequence[CudaWeight], tokens: int) -> bool:
+    """gate, up, down."""
+    gate, up, _ = weights
+    return (
+        tokens >= FROM
+        and gate.type_name == up.type_name
+        and gate.shape[0] <= MOST_EXPERTS
+        and all(each.type_name in GROUP_UP and each.shape[2] % 32 == 0 for each in weights)
+    )
+
+
+def experts(
+    ops: Launcher,
+    x: DeviceArray,
+    routing: tuple[DeviceArray, DeviceArray],
+    weights: Sequence[CudaWeight],
+    places: DeviceArray,
+    first: int,
+    out: DeviceArray,
+    adds: bool,
+) -> None:
+    """places: of the experts in the table, of which `first` is the first."""
+    step = MOST_PAIRS // routing[0].shape[1]
+    for start in range(0, len(x), step):
+        stop = min(len(x), start + step)
+        part = tuple(each[start:stop] for each in routing)
+        with ops.scope():
+            _grouped(ops, x[start:stop], part, weights, (places, first), out[start:stop], adds)
+
+
+def _grouped(
+    ops: Launcher,
+    x: DeviceArray,
+    routing: tuple[DeviceArray, ...],
+    weights: Sequence[CudaWeight],
+    table: tuple[DeviceArray, int],
+    out: DeviceArray,
+    adds: bool,
+) -> None:
+    (gate, _, down), (chosen, shares), (places, first) = weights, routing, table
+    (tokens, used), (count, inner_width, width) = chosen.shape, gate.shape
+    pairs, own = chosen.size, (np.int32(count), np.int32(first))
+    most = -(-pairs // TOKENS) + min(count, pairs)
+    order, tiles = ops.scratch((pairs,), np.int32), ops.scratch((most, 3), np.int32)
+    ops.kernel(PLAN)(
+        (1,), 1024, (chosen.ptr, order.ptr, tiles.ptr, np.int32(pairs), *own, np.int32(most))
+    )
+    parts = ops.scratch((pairs, width))
+    with ops.scope():
+        inner = ops.scratch((pairs, inner_width))
+        with ops.scope():
+            halves = gemm.halves_of(ops, x, [gate])[False]
+            ops.kernel(GROUP_UP[gate.type_name])(
+                (-(-inner_width // 64), most),
+                256,
+                (
+                    *(places.ptr, tiles.ptr, order.ptr, halves.units.ptr, halves.scales.ptr),
+                    *(inner.ptr, np.int32(used), np.int32(inner_width), np.int32(width)),
+                ),
+                shared=_shared(ops),
+            )
+        halves = gemm.halves_of(ops, inner, [down])[False]
+        ops.kernel(GROUP_DOWN[down.type_name])(
+            (-(-width // ROWS), most),
+            256,
+            (
+                *(places.ptr, tiles.ptr, order.ptr, halves.units.ptr, halves.scales.ptr),
+                *(parts.ptr, np.int32(width), np.int32(inner_width)),
+            ),
+            shared=_shared(ops),
+        )
+    ops.kernel(JOIN)(
+        (-(-width // 256), tokens),
+        256,
+        (
+            *(chosen.ptr, shares.ptr, parts.ptr, out.ptr, np.int32(used), np.int32(width)),
+            *(*own, np.int32(adds)),
+        ),
+    )
+
+
+def _shared(ops: Launcher) -> int:
+    stride = 2 * gemm.FUSED_COLUMNS + (32 if ops.arch >= 75 else 16)
+    return (ROWS + TOKENS) * stride
