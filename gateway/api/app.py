@@ -18,6 +18,7 @@ from voltapile.gateway.api.completions import completions
 from voltapile.gateway.api.connections import Connections
 from voltapile.gateway.api.errors import ApiError, error_middleware
 from voltapile.gateway.api.health import health, metrics_text
+from voltapile.gateway.api.messages import count_tokens, messages
 from voltapile.gateway.api.models import get_model, list_models
 from voltapile.gateway.api.native import completion
 from voltapile.gateway.api.props import apply_template, props, slots
@@ -112,6 +113,8 @@ def _add_routes(app: web.Application, with_metrics: bool) -> None:
         route.add_post(f"{prefix}/chat/completions", chat_completions)
         route.add_post(f"{prefix}/completions", completions)
         route.add_get(f"{prefix}/health", health)
+    route.add_post("/v1/messages", messages)
+    route.add_post("/v1/messages/count_tokens", count_tokens)
     route.add_post("/completion", completion)
     route.add_get("/props", props)
     route.add_get("/slots", slots)

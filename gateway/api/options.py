@@ -106,7 +106,7 @@ def read_options(
         seed=_seed(fields),
         n=_choices(fields),
         logprobs=logprobs,
-        stop=_stops(fields.values.get("stop")),
+        stop=_stops(fields),
         ignore_eos=fields.flag("ignore_eos"),
         return_tokens=fields.flag("return_tokens"),
         stream=fields.flag("stream"),
@@ -259,15 +259,18 @@ def _bias(pair: Any, vocab_size: int) -> tuple[int, float]:
     return token, float(value)
 
 
-def _stops(value: Any) -> list[str]:
+def _stops(fields: Fields) -> list[str]:
+    """stop_sequences is Anthropic's name for it."""
+    name = "stop" if fields.values.get("stop") is not None else "stop_sequences"
+    value = fields.values.get(name)
     stops = [value] if isinstance(value, str) else value
     if stops is None:
         return []
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise bad_request("'stop' must be a string or a list of strings", "stop", "invalid_type")
+        raise bad_request(f"'{name}' must be a string or a list of strings", name, "invalid_type")
     if len(stops) > MAX_STOPS:
-        raise bad_request(f"'stop' has {len(stops)} strings; at most {MAX_STOPS}", "stop")
+        raise bad_request(f"'{name}' has {len(stops)} strings; at most {MAX_STOPS}", name)
     if any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-        message = f"each string of 'stop' must have 1 to {MAX_STOP_LENGTH} characters"
-        raise bad_request(message, "stop", "out_of_range")
+        message = f"each string of '{name}' must have 1 to {MAX_STOP_LENGTH} characters"
+        raise bad_request(message, name, "out_of_range")
     return stops

@@ -17,9 +17,9 @@ from voltapile.gateway.tokenizer import Tokenizer
 BEGINNING, LEAST_BEGINNING = 8, 1 << 16  # characters: for each token of the context, and in all
 
 
-async def chat_prompt(services: Services, chat: ChatRequest) -> list[int]:
-    """The rendered messages as ids."""
-    text = await rendered(services, chat)
+async def chat_prompt(services: Services, chat: ChatRequest, prefill: str = "") -> list[int]:
+    """The rendered messages as ids, and behind them what the answer is to go on from."""
+    text = await rendered(services, chat) + prefill
     encode, context = services.tokenizer.encode_chat, services.plan.context
     ids = await off_loop(len(text), _encoded, encode, text, context, "messages")
     return checked(ids, context, "messages")

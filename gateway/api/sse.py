@@ -82,6 +82,8 @@ class EventStream:
         transport = self._transport
         if transport.is_closing():
             raise ConnectionResetError("the client has left")
+        if not data:
+            return True  # an empty chunk would be the last one
         self._sent = self._loop.time()
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         return transport.get_write_buffer_size() < FULL

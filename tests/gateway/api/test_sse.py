@@ -48,6 +48,14 @@ async def test_bytes(get):
     assert await get(block) == expected.encode()
 
 
+async def test_nothing_does_not_end_a_stream(get):
+    async def block(events):
+        assert events.write(b"")
+        await events.done()
+
+    assert await get(block) == b"data: [DONE]\n\n"
+
+
 async def test_comments_while_nothing_is_sent(get):
     async def block(events):
         await asyncio.sleep(0.2)

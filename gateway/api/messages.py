@@ -1,0 +1,148 @@
+"""POST /v1/messages and /v1/messages/count_tokens: what Anthropic's clients ask.
+
+It writes Anthropic's bodies and events; how a body is read is messages_schema.py's. A first event
+leaves at once, so what of the prompt was cached is told by the last ones.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from aiohttp import web
+from voltapile.gateway.api import codec
+from voltapile.gateway.api.answer import feed
+from voltapile.gateway.api.errors import ApiError, json_response
+from voltapile.gateway.api.generate import Delta, Generation, started
+from voltapile.gateway.api.messages_schema import MessagesRequest, messages_request
+from voltapile.gateway.api.prompt import chat_prompt
+from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
+from voltapile.gateway.api.sse import EventStream
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    services = request.app[SERVICES]
+    asked = await _read(request)
+    prompt = await chat_prompt(services, asked.chat, asked.prefill)
+    [generation] = started(services, [prompt], asked.chat.options, client_of(request))
+    try:
+        if asked.chat.options.stream:
+            return await _streamed(request, services, generation)
+        outcome = await generation.whole()
+        content = [{"type": "text", "text": outcome.text}] if outcome.text else []
+        body = _message(services, generation) | {"content": content}
+        body |= _stop(generation) | {"usage": _usage(generation)}
+        return json_response(body)
+    finally:
+        generation.close()
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    asked = await _read(request)
+    prompt = await chat_prompt(request.app[SERVICES], asked.chat, asked.prefill)
+    return json_response({"input_tokens": len(prompt)})
+
+
+async def _read(request: web.Request) -> MessagesRequest:
+    body = await read_body(request)
+    vocab_size = request.app[SERVICES].tokenizer.vocab_size
+    return await off_loop(len(body), messages_request, body, vocab_size)
+
+
+async def _streamed(
+    request: web.Request, services: Services, generation: Generation
+) -> web.StreamResponse:
+    events = EventStream(
+        request,
+        keepalive_seconds=services.keepalive_seconds,
+        write_seconds=services.write_seconds,
+        comment=PING,
+        failure=_failure,
+    )
+    async with events:
+        message = _message(services, generation) | {"usage": _usage(generation)}
+        events.write(_event("message_start", message=message))
+        await feed(events, _Blocks(generation), [generation])
+        await events.drain()
+    return events.response
+
+
+class _Blocks:
+    """The events of one message, block after block."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._index = -1
+        self._kind = ""  # of the open block
+
+    def events(self, delta: Delta) -> bytes:
+        data = b""
+        if delta.text:
+            data += self._open("text", {"type": "text", "text": ""})
+            data += self._delta({"type": "text_delta", "text": delta.text})
+        if delta.finish:
+            generation = self._generation
+            data += self._close()
+            data += _event("message_delta", delta=_stop(generation), usage=_usage(generation))
+            data += _event("message_stop")
+        return data
+
+    def _open(self, kind: str, block: dict[str, Any]) -> bytes:
+        """Nothing where such a block is open."""
+        if self._kind == kind:
+            return b""
+        data = self._close()
+        self._index += 1
+        self._kind = kind
+        return data + _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        self._kind = ""
+        return _event("content_block_stop", index=self._index)
+
+
+def _message(services: Services, generation: Generation) -> dict[str, Any]:
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": services.plan.alias,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _stop(generation: Generation) -> dict[str, Any]:
+    if generation.finish != "stop":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if met := generation.stop_string:
+        return {"stop_reason": "stop_sequence", "stop_sequence": met}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    """Anthropic's input_tokens are those that were not cached."""
+    cached = generation.cached_tokens
+    return {
+        "input_tokens": generation.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": generation.completion_tokens,
+    }
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    payload = codec.dumps({"type": name} | fields)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), payload)
+
+
+def _failure(error: ApiError) -> bytes:
+    return b"event: error\ndata: %b\n\n" % codec.dumps(error.anthropic_body())
