@@ -118,12 +118,12 @@ class Layout:
         return Budget(pools, margin, page)
 
     def _weights(self, rank: int, places: Places) -> int:
-        """What a rank allocates for weights: what lies in VRAM; or a copy of everything, or of the
-        columns that it cuts out of the mapped file."""
+        """What a rank allocates for weights: what lies in VRAM; or a copy of everything, or of
+        what it cuts out of the mapped file."""
         parts = self.parts[rank]
         if not self.backend.in_vram:
             copies_all = self.options.no_mmap
-            copied = [p.bytes for p in parts.values() if copies_all or p.split == "columns"]
+            copied = [p.bytes for p in parts.values() if copies_all or p.is_copied]
             return copied_bytes(copied) if copied else 0
         resident = []
         for name, place in places.of.items():

@@ -27,6 +27,7 @@ class Part:
     rows: Ranges
     column_parts: Ranges
     bytes: int
+    is_copied: bool = False  # what is kept does not lie in the file as one piece
 
     @property
     def columns(self) -> Range:
@@ -64,7 +65,11 @@ def part_of(tensor: Tensor, spec: Spec, share: Share) -> Part:
         split = "columns"
     elif rows != ((0, length),):
         split = "rows"
-    return Part(split, experts, rows, columns, _bytes(tensor, experts, rows, columns))
+    is_cut = columns != ((0, width),) or (len(tensor.shape) == 3 and rows != ((0, length),))
+    is_copied = is_cut or (len(rows) > 1 and _has_delta(tensor.name, spec))
+    is_copied |= ".ffn_gate_up_exps." in tensor.name  # taken apart
+    size = _bytes(tensor, experts, rows, columns)
+    return Part(split, experts, rows, columns, size, is_copied and size > 0)
 
 
 def cut_of(name: str, spec: Spec, share: Share) -> Cut:
@@ -73,13 +78,17 @@ def cut_of(name: str, spec: Spec, share: Share) -> Cut:
         rule = _ENDS.get(name)
         return rule(spec, share) if rule else WHOLE
     _, number, stem, *suffix = name.split(".")
-    layer = int(number)
-    if layer not in share.layers:
+    if int(number) not in share.layers:
         return NOTHING
-    has_delta = spec.delta is not None and layer in spec.delta.layers
-    rule = (_DELTA.get(stem) if has_delta else None) or _LAYER.get(stem)
+    rule = (_DELTA.get(stem) if _has_delta(name, spec) else None) or _LAYER.get(stem)
     is_summed = suffix == ["bias"] and rule in _SUMMED  # added once, to the sum
     return rule(spec, share) if rule and not is_summed else WHOLE
+
+
+def _has_delta(name: str, spec: Spec) -> bool:
+    """It is a tensor of a layer with a delta net, whose heads are lists."""
+    layer = int(name.split(".")[1]) if name.startswith("blk.") else -1
+    return spec.delta is not None and layer in spec.delta.layers
 
 
 # --- attention and the dense feed-forward net -----------------------------------------------------

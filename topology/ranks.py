@@ -192,7 +192,19 @@ def _shares(
         return found
     experts = _unit(tensors, "ffn_down_exps", len(parts)) if mode == "tensor" else 0
     dense, shared = (_unit(tensors, stem, len(parts)) for stem in ("ffn_down", "ffn_down_shexp"))
-    return tensor_shares(spec, parts, dense, experts, shared)
+    return tensor_shares(spec, parts, dense, experts, shared, _delta_unit(spec, tensors))
+
+
+def _delta_unit(spec: Spec, tensors: Mapping[str, Tensor]) -> int:
+    """Value heads that fill whole blocks of ssm_out's columns, in every layer's format; and where
+    those of a key head lie together in a tensor, all of these."""
+    delta = spec.delta
+    if delta is None:
+        return 1
+    together = 1 if delta.is_tiled else delta.value_heads // delta.key_heads
+    found = [tensor for name, tensor in tensors.items() if name.split(".")[2:3] == ["ssm_out"]]
+    blocks = (format_of(each.type_name).block_len for each in found)
+    return math.lcm(together, math.lcm(delta.head_dim, *blocks) // delta.head_dim)
 
 
 def divide_cpus(

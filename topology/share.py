@@ -57,12 +57,13 @@ def tensor_shares(
     ffn_unit: int,
     expert_unit: int = 0,
     shared_unit: int = 1,
+    delta_unit: int = 1,
 ) -> list[Share]:
     """One Share for each of `proportions` (-ts): all layers, a part of each.
 
     ffn_unit: columns of ffn_down that stay together, e.g. the 256 of a quantisation block;
     shared_unit: of the shared expert. expert_unit: of each routed expert; 0: experts stay whole,
-    and each rank has some of them."""
+    and each rank has some of them. delta_unit: value heads that stay together."""
     heads = divide(spec.heads, proportions)
     ffn = divide(spec.ffn, proportions, ffn_unit)
     vocab = divide(spec.vocab, proportions, 64)
@@ -70,7 +71,7 @@ def tensor_shares(
     layers = list(range(spec.layers))
     plain = [_share(spec, layers, *parts) for parts in zip(heads, ffn, vocab, strict=True)]
     experts = _expert_parts(spec, proportions, expert_unit, shared_unit)
-    delta = _delta_parts(spec, proportions)
+    delta = _delta_parts(spec, proportions, delta_unit)
     return [
         msgspec.structs.replace(share, vocab_parts=sizes, **experts[rank], **delta[rank])
         for rank, share in enumerate(plain)
@@ -111,14 +112,18 @@ def _expert_parts(
     ]
 
 
-def _delta_parts(spec: Spec, proportions: Sequence[float]) -> list[dict[str, list[int]]]:
-    """Value heads in the order of their key heads, so that few ranks share a key head."""
+def _delta_parts(spec: Spec, proportions: Sequence[float], unit: int) -> list[dict[str, list[int]]]:
+    """Value heads in the order of their key heads, so that few ranks share a key head; `unit`
+    neighbours stay together."""
     delta = spec.delta
     if delta is None:
         return [{} for _ in proportions]
-    order = sorted(range(delta.value_heads), key=lambda head: (delta.key_head(head), head))
+    firsts = range(0, delta.value_heads, unit)
+    firsts_in_order = sorted(firsts, key=lambda head: (delta.key_head(head), head))
+    units = [range(head, min(head + unit, delta.value_heads)) for head in firsts_in_order]
+    order = [head for each in units for head in each]
     parts = []
-    for begin, end in divide(delta.value_heads, proportions):
+    for begin, end in divide(delta.value_heads, proportions, unit):
         heads = sorted(order[begin:end])
         parts.append(
             {"value_heads": heads, "key_heads": sorted({delta.key_head(head) for head in heads})}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -19,7 +19,7 @@ from voltapile.shm import huge
 from voltapile.shm.formats import row_bytes
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.memory import HUGE_PAGE, copied_size
-from voltapile.topology.parts import Part, cut_of, part_of
+from voltapile.topology.parts import Part, Ranges, cut_of, part_of
 from voltapile.topology.plan import Plan
 from voltapile.topology.share import Range, Share
 from voltapile.topology.spec import Spec
@@ -116,24 +116,18 @@ class FileWeights:
         part = self._part(name)
         if part.columns[0] == part.columns[1] or part.experts[0] == part.experts[1]:
             return ()
-        if len(self.gguf.tensors[name].shape) == 3:
-            return (self._take_experts(name, part),)
         ranges = cut_of(name, self.spec, self.share).rows or part.rows
-        return tuple(self._take(name, rows, part.columns) for rows in ranges if rows[0] < rows[1])
+        if len(self.gguf.tensors[name].shape) == 3:
+            return tuple(self._take_experts(name, part, rows) for rows in ranges)
+        columns = part.column_parts
+        return tuple(self._take(name, (rows,), columns) for rows in ranges if rows[0] < rows[1])
 
     def merged(self, name: str) -> Weight:
         """All rows of a tensor that this rank has, one behind another: copied, if they are not
         neighbours."""
         part = self._part(name)
         assert part.rows, f"this rank has nothing of {name}"
-        if len(part.rows) == 1:
-            return self._take(name, part.rows[0], part.columns)
-        tensor = self.gguf.tensors[name]
-        data = self.gguf.data(name).reshape(tensor.shape[0], -1)
-        rows = np.concatenate([data[slice(*each)] for each in part.rows])
-        count = sum(end - begin for begin, end in part.rows)
-        self.gguf.forget(name)
-        return self.ops.weight(rows.reshape(-1), tensor.type_name, (count, *tensor.shape[1:]))
+        return self._take(name, part.rows, part.column_parts)
 
     def first_column(self, name: str) -> int:
         return self._part(name).columns[0]
@@ -148,19 +142,18 @@ class FileWeights:
     def _part(self, name: str) -> Part:
         return part_of(self.gguf.tensors[name], self.spec, self.share)
 
-    def _take(self, name: str, rows: Range, columns: Range) -> Weight:
+    def _take(self, name: str, rows: Ranges, columns: Ranges) -> Weight:
         tensor = self.gguf.tensors[name]
-        shape = (rows[1] - rows[0], *tensor.shape[1:])
-        is_cut = len(shape) > 1 and columns != (0, shape[-1])
+        shape = (length(rows), *tensor.shape[1:])
+        is_cut = len(shape) > 1 and columns != ((0, shape[-1]),)
         if is_cut:
-            shape = (*shape[:-1], columns[1] - columns[0])
+            shape = (*shape[:-1], length(columns))
         if name in self.shared:
-            assert rows == (0, tensor.shape[0]), "what is shared is whole"
+            assert rows == ((0, tensor.shape[0]),), "what is shared is whole"
             weight = self._shared(name)
         else:
-            weight = self._weight(name, shape, rows, columns if is_cut else None)
-        self.done += weight.nbytes
-        self.progress(min(1.0, self.done / self.total))
+            weight = self._weight(name, shape, (rows, columns if is_cut else ()))
+        self._count(weight)
         return weight
 
     def _shared(self, name: str) -> Weight:
@@ -170,27 +163,35 @@ class FileWeights:
         weight: Weight = make(self.shared[name], tensor.type_name, tensor.shape)
         return weight
 
-    def _take_experts(self, name: str, part: Part) -> Weight:
-        """Whole experts that are neighbours: nothing is copied but on request."""
+    def _take_experts(self, name: str, part: Part, rows: Range) -> Weight:
+        """Whole experts that are neighbours, of which nothing is copied but on request; or a part
+        of each."""
         tensor = self.gguf.tensors[name]
-        assert part.rows == ((0, tensor.shape[1]),), "experts are whole"
-        begin, end = part.experts
-        weight = self._weight(name, (end - begin, *tensor.shape[1:]), part.experts, None)
-        self.done += weight.nbytes
-        self.progress(min(1.0, self.done / self.total))
+        kept = (part.experts,), (rows,), part.column_parts
+        cuts = tuple(
+            () if ranges == ((0, size),) else ranges
+            for ranges, size in zip(kept, tensor.shape, strict=True)
+        )
+        weight = self._weight(name, tuple(map(length, kept)), cuts)
+        self._count(weight)
         return weight
 
-    def _weight(
-        self, name: str, shape: tuple[int, ...], rows: Range, columns: Range | None
-    ) -> Weight:
-        """rows: of the first axis. columns: None where rows are not cut."""
+    def _count(self, weight: Weight) -> None:
+        self.done += weight.nbytes
+        self.progress(min(1.0, self.done / self.total))
+
+    def _weight(self, name: str, shape: tuple[int, ...], cuts: Sequence[Ranges]) -> Weight:
+        """cuts: what is taken of each axis; (): all of it."""
         tensor, data = self.gguf.tensors[name], self.gguf.data(name)
-        if rows != (0, tensor.shape[0]) or columns:
-            data = data.reshape(tensor.shape[0], -1)[slice(*rows)]
-        if columns:
-            begin, end = (row_bytes(tensor.type_name, column) for column in columns)
-            data = data[:, begin:end]
-        if self.pages is not None and (columns or self.copies_all):
+        *axes, columns = cuts
+        if any(axes) or columns:
+            data = data.reshape(*tensor.shape[: len(axes)], -1)
+        for axis, ranges in enumerate(axes):
+            data = _taken(data, ranges, axis)
+        kept = [tuple(row_bytes(tensor.type_name, edge) for edge in each) for each in columns]
+        data = _taken(data, kept, len(axes))
+        is_copied = columns or len(axes[0]) > 1 or any(axes[1:])
+        if self.pages is not None and (is_copied or self.copies_all):
             data = self.pages.copy(data)
             self.gguf.forget(name)
         raw = np.ascontiguousarray(data).reshape(-1)
@@ -200,12 +201,23 @@ class FileWeights:
         return weight
 
 
+def length(ranges: Ranges) -> int:
+    return sum(end - begin for begin, end in ranges)
+
+
+def _taken(data: np.ndarray, ranges: Sequence[Sequence[int]], axis: int) -> np.ndarray:
+    """A view where one range is taken, or all."""
+    if not ranges:
+        return data
+    before = (slice(None),) * axis
+    pieces = [data[(*before, slice(*each))] for each in ranges]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
+
+
 class DummyWeights(FileWeights):
     """Random values in the shapes of a file whose data are not there, for measurements."""
 
-    def _weight(
-        self, name: str, shape: tuple[int, ...], rows: Range, columns: Range | None
-    ) -> Weight:
+    def _weight(self, name: str, shape: tuple[int, ...], cuts: Sequence[Ranges]) -> Weight:
         make = getattr(self.ops, "dummy_weight", None)
         if make is None:
             raise ValueError(f"the {self.ops.name} backend makes no dummy weights")

@@ -201,15 +201,18 @@ class Sum:
     """x @ weight.T + bias where ranks may have their own columns of weight, and of x.
 
     A rank's columns are whole quantisation blocks, so its x may have to stand among zeros. The
-    bias is added by the rank that has the first columns.
+    bias is added by the rank that has the first columns. columns: None where they are whole blocks
+    in any case, maybe not neighbours, and without a bias.
     """
 
-    def __init__(self, share: Share, columns: Range, weights: Weights, name: str, ops: Ops) -> None:
+    def __init__(
+        self, share: Share, columns: Range | None, weights: Weights, name: str, ops: Ops
+    ) -> None:
         self.ops, self.is_part = ops, share.is_part
         self.weight = weights.optional(f"{name}.weight")
-        begin, end = columns
+        begin, end = columns or (0, 0)
         self.bias = weights.optional(f"{name}.bias") if begin == 0 < end else None
-        self.before = begin - weights.first_column(f"{name}.weight")
+        self.before = begin - weights.first_column(f"{name}.weight") if columns else 0
 
     def __call__(
         self, x: Array | None, shape: tuple[int, int], add_to: Array | None = None

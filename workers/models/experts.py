@@ -23,9 +23,11 @@ class ExpertFFN:
         self.ffn_gate_inp = weights(f"{blk}.ffn_gate_inp.weight")
         self.counts = ops.zeros((2, spec.experts.count), np.int64)
         self.table = None
-        if share.experts[0] < share.experts[1]:
-            names = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"
-            gate, up, down = (weights(f"{blk}.{name}.weight") for name in names)
+        if share.experts[0] < share.experts[1] and share.expert_ffn[0] < share.expert_ffn[1]:
+            gate, up = weights.fused(f"{blk}.ffn_gate_up_exps.weight") or (
+                weights(f"{blk}.ffn_{name}_exps.weight") for name in ("gate", "up")
+            )
+            down = weights(f"{blk}.ffn_down_exps.weight")
             self.table = self.ops.expert_table(gate, up, down, share.experts[0])
         self.ffn_gate_inp_shexp = weights.optional(f"{blk}.ffn_gate_inp_shexp.weight")
         self.ffn_gate_shexp = weights.optional(f"{blk}.ffn_gate_shexp.weight")

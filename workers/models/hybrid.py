@@ -113,8 +113,7 @@ class DeltaNet:
         self.layer, self.state = layer, cast(Any, None)
         self.ops = cast(FamilyOps, ops)
         self.shape = delta_shape(spec.delta, share, spec.eps)
-        columns = 0, self.shape.value_heads * self.shape.dim
-        self.ssm_out = Sum(share, columns, weights, f"{blk}.ssm_out", ops)
+        self.ssm_out = Sum(share, None, weights, f"{blk}.ssm_out", ops)
         if not self.shape.value_heads:
             return
         names = ("attn_qkv", "attn_gate", *_scalars(spec.delta))
