@@ -55,21 +55,31 @@ def installation(found: Machine) -> Iterator[Finding]:
         yield Finding("fault", "there are GPUs, and cupy is not installed: the CPU would compute",
                       "pip install 'voltapile[cuda]'")  # fmt: skip
         return
-    yield from _cuda(len(found.gpus))
+    yield from _cuda([gpu.bus for gpu in found.gpus])
 
 
-def _cuda(count: int) -> Iterator[Finding]:
+def _cuda(buses: list[str]) -> Iterator[Finding]:
+    """buses: of GPUs in the driver's order, which --device counts by."""
     from voltapile.topology.doctor import Finding
 
     try:
-        from voltapile.kernels.cuda.device import device_count
+        from voltapile.kernels.cuda.device import addresses
 
-        seen = device_count()
+        seen = addresses()
     except (ImportError, OSError) as error:
         yield Finding("fault", f"cupy does not load: {error}", "pip install 'voltapile[cuda]'")
         return
-    if seen < count:
-        yield Finding("fault" if not seen else "slow", f"CUDA sees {seen} of {count} GPUs",
-                      "unset CUDA_VISIBLE_DEVICES: GPUs are chosen by --device")  # fmt: skip
+    if len(seen) < len(buses):
+        yield Finding(
+            "fault" if not seen else "slow",
+            f"CUDA sees {len(seen)} of {len(buses)} GPUs",
+            "unset CUDA_VISIBLE_DEVICES: GPUs are chosen by --device",
+        )
+    elif all(buses) and seen != buses:
+        yield Finding(
+            "fault",
+            f"CUDA counts GPUs as {', '.join(seen)}, the driver as {', '.join(buses)}",
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID for every process, or GPUs would be taken for others",
+        )
     else:
-        yield Finding("ok", f"CUDA sees {seen} GPU(s)")
+        yield Finding("ok", f"CUDA sees {len(seen)} GPU(s), in the driver's order")

@@ -299,3 +299,9 @@ def device_count() -> int:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError:
         return 0
+
+
+def addresses() -> list[str]:
+    """Of each of them on the bus, in CUDA's order, as /sys writes it: 0000:04:00.0."""
+    found = [runtime.deviceGetPCIBusId(number) for number in range(device_count())]
+    return [address.lower()[-12:] for address in found]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,3 +47,23 @@ def test_gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     told = [each for each in doctor.installation(found) if each.level == "fault"]
     assert [each.remedy for each in told] == ["pip install 'voltapile[cuda]'"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "level", "part"),
+    [
+        (["0000:04:00.0", "0000:05:00.0"], "ok", "CUDA sees 2 GPU(s)"),
+        (["0000:05:00.0", "0000:04:00.0"], "fault", "CUDA_DEVICE_ORDER"),
+        (["0000:04:00.0"], "slow", "CUDA_VISIBLE_DEVICES"),
+        ([], "fault", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_what_cuda_sees(
+    monkeypatch: pytest.MonkeyPatch, seen: list[str], level: str, part: str
+) -> None:
+    module = ModuleType("voltapile.kernels.cuda.device")
+    monkeypatch.setattr(module, "addresses", lambda: seen, raising=False)
+    monkeypatch.setitem(sys.modules, "voltapile.kernels.cuda.device", module)
+    (found,) = doctor._cuda(["0000:04:00.0", "0000:05:00.0"])
+    assert found.level == level
+    assert part in found.what + found.remedy
