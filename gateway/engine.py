@@ -150,9 +150,8 @@ class Engine:
         self, prompt: list[int], sampling: Sampling, want: Want | None = None, client: str = "",
         salt: bytes = b"",
     ) -> Stream:  # fmt: skip
-        """Start a generation. Raises Refused or EngineUnavailable. sampling.max_position is
-        len(prompt) + max_tokens; it is cut to the context. client: who asks; they take turns.
-        salt: pages are shared with those of the same one."""
+        """Raises Refused or EngineUnavailable. sampling.max_position: len(prompt) + max_tokens, cut
+        to the context. client: who asks; they take turns. salt: only its prompts share pages."""
         if self._health.status != "ok":
             raise EngineUnavailable(self._unavailable())
         request = self._scheduler.add(prompt, sampling, want, client, salt)
@@ -305,14 +304,16 @@ class Engine:
         waited = self._step_seconds(time.monotonic())
         if is_same and not self._has_answered and waited < RACE_SECONDS:
             return False  # it crossed the first Step on its way
-        reason = f"{name} was started again" if not is_same else f"{name} lost its slots"
-        if len(self._crew.names) > 1:  # the others have not
-            self._lose(reason)
+        if is_same and len(self._crew.names) > 1:  # the others have not
+            self._lose(f"{name} lost its slots")
             return False
-        self._reset(reason)
+        # Ranks meet anew when one of them has ended, so the others of this one come, too.
+        self._reset(f"{name} lost its slots" if is_same else f"{name} was started again")
         return True
 
     def _take_failed(self, name: str, failed: Failed) -> None:
+        if failed.step >= 0 and not self._was_ready:
+            return  # it follows from what another rank met while loading, and tells itself
         self._failure = " ".join(failed.reason.split()) or f"{name} failed without a reason"
         if failed.step < 0 and not self._was_ready:
             self._give_up(self._failure)  # what cannot be loaded now cannot be loaded later

@@ -139,8 +139,10 @@ class Pulse:
             self._board.clear()
 
     def abort(self, reason: str) -> None:
-        """End ranks that wait for each other."""
-        self._board.abort(reason)
+        """End ranks that wait for each other; not those that load, which are the next ones."""
+        states = {self._board.health(rank).state for rank in range(self._ranks)}
+        if states == {"ready"}:
+            self._board.abort(reason)
 
     def close(self) -> None:
         self._board.close()

@@ -89,7 +89,7 @@ class Worker:
         self.is_connected = self.is_greeted = self.is_ending = False
         self.is_asked = False  # by message to end, as all ranks are
         self.reason = ""  # why the group ends
-        self.step_id = -1
+        self.step_id = -1  # of the oldest Step, or the last one; while loading -1
         self.pending: deque[Pending] = deque()  # oldest first
         self.progress_at = 0.0  # when the oldest became the oldest
         self.next_ready = self.next_stats = self.connected_at = 0.0
@@ -183,6 +183,8 @@ class Worker:
     # --- loop -----------------------------------------------------------------------------
     def _serve(self, resources: contextlib.ExitStack) -> None:
         engine = self._load(resources)
+        self.step_id = 0
+        self._drop_mail()
         self._memory = self._stats("ready", 1.0)
         self.status.memory = engine.memory()
         for purpose, (planned, allocated) in self.status.memory.items():
@@ -212,6 +214,13 @@ class Worker:
                 self._offer()
             elif not events:
                 self.seat.check_mates()
+
+    def _drop_mail(self) -> None:
+        """Whatever has come before our first Ready was for the process before us."""
+        while self.socket.poll(0):
+            message = decode(self.socket.recv_multipart())
+            if isinstance(message, Stop) and self.is_spawned:
+                self._obey(message)
 
     def _handle(self, engine: Engine, frames: list[bytes]) -> None:
         message = decode(frames)

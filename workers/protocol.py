@@ -156,7 +156,7 @@ class Ready(Record):
 
 
 class Failed(Record):
-    """A worker cannot go on. step: the Step's id, or -1 when loading."""
+    """A worker cannot go on. step: the Step's id; 0 before the first one, -1 when loading."""
 
     name: str
     step: int = -1

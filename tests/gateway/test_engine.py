@@ -458,6 +458,31 @@ async def test_another_plan_is_refused_and_the_right_one_taken(plan: Plan) -> No
         await until(is_ok(engine))
 
 
+async def test_ranks_that_have_all_met_anew_are_taken(plan: Plan) -> None:
+    """Their end was not heard of: the first that is ready says it."""
+    first = plan.ranks[0]
+    second = msgspec.structs.replace(first, rank=1)
+    plan = msgspec.structs.replace(plan, ranks=[first, second])
+    engine = Engine(plan)
+    for rank in range(2):
+        engine._handle(f"text-{rank}", Ready(name=f"text-{rank}", plan=plan.id, instance=rank))
+    assert engine.health.status == "ok"
+    engine._handle("text-1", Ready(name="text-1", plan=plan.id, instance=7))
+    assert (engine.health.status, engine.health.reason) == ("loading", "text-1 was started again")
+    engine._handle("text-0", Ready(name="text-0", plan=plan.id, instance=8))
+    assert engine.health.status == "ok"
+    assert engine.stats().restarts == 1
+
+
+async def test_a_rank_that_ends_because_another_cannot_load(plan: Plan) -> None:
+    """That one tells why, and it cannot be helped."""
+    engine = Engine(plan)
+    engine._handle("text-0", Failed(name="text-0", step=0, reason="rank 1: no room"))
+    assert engine.health.status == "loading"
+    engine._handle("text-0", Failed(name="text-0", reason="no room"))
+    assert (engine.health.status, engine.health.reason) == ("failed", "no room")
+
+
 async def test_a_worker_that_failed_in_a_step_is_told_to_end(plan: Plan) -> None:
     async with by_hand(plan) as (engine, hand):
         await hand.ready()

@@ -240,6 +240,10 @@ def test_pulse_is_the_quietest_ranks(tmp_path: Path) -> None:
         assert 0.1 <= age < 1
         board.wait_for(1, 0)
         assert pulse.quietest() == "the worker of rank 1, which waits for rank 0"
+        board.publish(0, "ready")
+        pulse.abort("enough")
+        assert board.aborted is None, "rank 1 loads: these are the next ones"
+        board.publish(1, "ready")
         pulse.abort("enough")
         assert board.aborted == "enough"
         pulse.begin()

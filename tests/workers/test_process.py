@@ -293,6 +293,32 @@ def test_the_last_word_counts(gateway: Gateway) -> None:
     assert process.wait(DEADLINE) == 0
 
 
+class Mail:
+    """A socket with what has come."""
+
+    def __init__(self, *messages: Message) -> None:
+        self.messages = list(messages)
+
+    def poll(self, milliseconds: int) -> bool:
+        return bool(self.messages)
+
+    def recv_multipart(self) -> Any:
+        return encode(self.messages.pop(0))
+
+
+def test_mail_for_the_process_before_us(gateway: Gateway) -> None:
+    """By hand, both have the same name. One that a gateway has started may be told to end."""
+    mail = Mail(Step(id=3), Stop(reason="the others"))
+    worker = worker_process.Worker(gateway.plan)
+    worker.socket = mail  # type: ignore[assignment]
+    worker._drop_mail()
+    assert not mail.messages
+    worker = worker_process.Worker(gateway.plan, is_spawned=True)
+    worker.socket = Mail(Step(id=3), Stop(reason="bye"))  # type: ignore[assignment]
+    with pytest.raises(worker_process.StoppedError, match="bye"):
+        worker._drop_mail()
+
+
 @pytest.mark.slow
 def test_ends_without_any_gateway(gateway: Gateway) -> None:
     """It was killed before the worker could watch it."""
