@@ -559,6 +559,12 @@ def test_chosen_blocks_do_not_depend_on_company_and_threads() -> None:
         np.testing.assert_array_equal(part, answers[0][start : start + count])
 
 
+def test_padding_rows_of_an_index() -> None:
+    layer = SparseLayer(4, 16)
+    layer(batch_of([(0, 0, 40), (3, 7, 1), (3, 7, 1), (3, 7, 1)]))
+    layer(batch_of([(0, 40, 4), (3, 7, 1), (3, 7, 1)]))
+
+
 def test_many_pieces_of_chosen_blocks(isa: str) -> None:
     """More spans than are computed at once."""
     layer = SparseLayer(1, 100)

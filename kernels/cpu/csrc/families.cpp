@@ -100,9 +100,18 @@ struct IndexStore final : Command {
   void run(Team& team) override {
     const auto [begin, end] = team.share(args.at.tokens);
     for (std::int64_t t = begin; t < end; ++t)
-      if ((args.at.positions[t] + 1) % args.cache.block == 0) pool(t, team.local);
+      if ((args.at.positions[t] + 1) % args.cache.block == 0 && !is_repeated(t))
+        pool(t, team.local);
     team.barrier();  // the ring is read before it is overwritten
-    for (std::int64_t t = begin; t < end; ++t) keep(t);
+    for (std::int64_t t = begin; t < end; ++t)
+      if (!is_repeated(t)) keep(t);
+  }
+
+  // Padding rows stand at one place; only the last of them is stored.
+  bool is_repeated(std::int64_t t) const {
+    const Places& at = args.at;
+    return t + 1 < at.tokens && at.slots[t + 1] == at.slots[t] &&
+           at.positions[t + 1] == at.positions[t];
   }
 
   float* ring_row(std::int64_t t, std::int64_t position) const {
