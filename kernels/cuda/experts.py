@@ -12,26 +12,34 @@ import numpy as np
 from voltapile.kernels.cuda import expert_groups
 from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.states import TAP_KINDS, tap_kind
 
 MOST_USED = 32  # experts of a token
 MOST_EXPERTS = 1024  # of a layer
 MOST_PAIRS = 65535  # of a launch: a grid's limit on its second axis
 VRAM = 0  # a tier
+TICKETS = 8192  # of ROUTE: one for eight tokens
 GATE, UP = 0, 1
 # csrc/expert_items.cuh: gate, up, down; tier and owner.
 PLACE = np.dtype([("matrices", np.uint64, 3), ("tier", np.int32), ("owner", np.int32)])
 
 
-def _rows(function: str, name: str, tiles: int) -> Instance:
-    defines = {"FORMAT": name, "WARPS": CHUNKS[name].warps, "TILES": tiles, "MANY": 0}
+def up_warps(name: str) -> int:
+    """Half of those of other products: then all blocks of one token run at once."""
+    return max(2, CHUNKS[name].warps // 2)
+
+
+def _rows(function: str, name: str, warps: int, tiles: int) -> Instance:
+    defines = {"FORMAT": name, "WARPS": warps, "TILES": tiles, "MANY": 0}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("expert_rows.cu", function, named, is_exact=True, waits=True)
 
 
-EXPERT_UP = {name: _rows("expert_up", name, 2) for name in CHUNKS}
-EXPERT_DOWN = {name: _rows("expert_down", name, 1) for name in CHUNKS}
+EXPERT_UP = {name: _rows("expert_up", name, up_warps(name), 2) for name in CHUNKS}
+EXPERT_DOWN = {name: _rows("expert_down", name, CHUNKS[name].warps, 1) for name in CHUNKS}
 BF16 = Instance("route.cu", "round_to_bf16", waits=True)
 ROUTE = Instance("route.cu", "route", waits=True)
+CHOOSE = Instance("route.cu", "choose_experts", waits=True)
 GATE_ROWS = Instance("route.cu", "gate_rows", waits=True)
 GATE_VALUES = Instance("route.cu", "gate_values", waits=True)
 JOIN = Instance("route.cu", "join_gate", waits=True)
@@ -40,7 +48,7 @@ INSTANCES = [
     *EXPERT_UP.values(),
     *EXPERT_DOWN.values(),
     *expert_groups.INSTANCES,
-    *(BF16, ROUTE, GATE_ROWS, GATE_VALUES, JOIN, SPLIT),
+    *(BF16, ROUTE, CHOOSE, GATE_ROWS, GATE_VALUES, JOIN, SPLIT),
 ]
 
 
@@ -78,19 +86,58 @@ def to_bf16(ops: Launcher, x: DeviceArray) -> DeviceArray:
     return out
 
 
+def fits(router: CudaWeight) -> bool:
+    """Whether `route` takes it; else its product comes first, and then `choose`."""
+    return router.type_name in TAP_KINDS and router.shape[1] % 4 == 0
+
+
 def route(
+    ops: Launcher,
+    x: DeviceArray,
+    router: CudaWeight,
+    used: int,
+    counts: DeviceArray,
+    generated: int,
+    tickets: DeviceArray,
+    is_rounded: bool,
+) -> tuple[DeviceArray, DeviceArray]:
+    """tickets: uint32 zeros, of all layers."""
+    (tokens, columns), experts = x.shape, router.shape[0]
+    assert router.shape == (experts, columns), (x, router.shape)
+    assert _groups(tokens, 8) <= len(tickets), tokens
+    chosen, weights = _choice(ops, tokens, experts, used, counts)
+    if tokens:
+        with ops.scope():
+            logits = ops.scratch((tokens, experts))
+            arrays = x, router, logits, chosen, weights, counts, tickets
+            sizes = experts, used, tokens, generated, columns, int(is_rounded)
+            ops.kernel(ROUTE)(
+                (_groups(experts, 8), _groups(tokens, 8)),
+                256,
+                (*(each.ptr for each in arrays), tap_kind(router), *map(np.int32, sizes)),
+            )
+    return chosen, weights
+
+
+def choose(
     ops: Launcher, logits: DeviceArray, used: int, counts: DeviceArray, generated: int
 ) -> tuple[DeviceArray, DeviceArray]:
     tokens, experts = logits.shape
-    assert used <= min(experts, MOST_USED), (used, experts)
-    assert experts <= MOST_EXPERTS, experts
-    assert counts.shape == (2, experts), counts
-    chosen, weights = ops.scratch((tokens, used), np.int32), ops.scratch((tokens, used))
+    chosen, weights = _choice(ops, tokens, experts, used, counts)
     if tokens:
         pointers = logits.ptr, chosen.ptr, weights.ptr, counts.ptr
         numbers = experts, used, tokens, generated
-        ops.kernel(ROUTE)((_groups(tokens, 4),), 128, (*pointers, *map(np.int32, numbers)))
+        ops.kernel(CHOOSE)((_groups(tokens, 4),), 128, (*pointers, *map(np.int32, numbers)))
     return chosen, weights
+
+
+def _choice(
+    ops: Launcher, tokens: int, experts: int, used: int, counts: DeviceArray
+) -> tuple[DeviceArray, DeviceArray]:
+    assert used <= min(experts, MOST_USED), (used, experts)
+    assert experts <= MOST_EXPERTS, experts
+    assert counts.shape == (2, experts), counts
+    return ops.scratch((tokens, used), np.int32), ops.scratch((tokens, used))
 
 
 def experts(
@@ -145,12 +192,13 @@ def _up(
     _, rows, columns = weight.shape
     assert x.shape[1] == columns, (x, weight.shape)
     used, chunk = chosen.shape[1], CHUNKS[weight.type_name]
+    warps = up_warps(chunk.name)
     out = ops.scratch((chosen.size, rows))
-    shared = chunk.warps * (chunk.warp_bytes(1, ops.arch) + 2 * 64)
+    shared = warps * (chunk.warp_bytes(1, ops.arch) + 2 * 64)
     numbers = used, columns, rows, part, int(is_glu)
     ops.kernel(EXPERT_UP[weight.type_name])(
         (_groups(rows, 16 if is_glu else 32), chosen.size),
-        32 * chunk.warps,
+        32 * warps,
         (*_table_args(table), chosen.ptr, x.ptr, out.ptr, *map(np.int32, numbers)),
         shared=shared,
     )

@@ -18,7 +18,9 @@ from voltapile.kernels.ops import Batch, Weight
 
 
 class Host(Launcher, Protocol):
-    """What the methods below need."""
+    """What the methods below need. tickets: uint32 [experts.TICKETS], zeros."""
+
+    tickets: DeviceArray
 
     def linear(self, x: DeviceArray, weight: Weight) -> DeviceArray: ...
 
@@ -52,8 +54,11 @@ class CudaFamilies:
         batch: Batch,
         is_rounded: bool = False,
     ) -> tuple[DeviceArray, DeviceArray]:
+        own, generated = _own(router), batch.generated
+        if experts.fits(own):
+            return experts.route(self, x, own, used, counts, generated, self.tickets, is_rounded)
         logits = self.linear(experts.to_bf16(self, x) if is_rounded else x, router)
-        return experts.route(self, logits, used, counts, batch.generated)
+        return experts.choose(self, logits, used, counts, generated)
 
     def experts(
         self: Host,

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda import sparse
+from voltapile.kernels.cuda.experts import TICKETS
 from voltapile.kernels.cuda.families import CudaFamilies
 from voltapile.kernels.cuda.launch import DeviceArray
 from voltapile.kernels.cuda.ops import CudaOps
 
 
 class CudaFamilyOps(CudaFamilies, CudaOps):
+    """See kernels/families.py."""
+
+    @functools.cached_property
+    def tickets(self) -> DeviceArray:
+        return self.zeros((TICKETS,), np.uint32)
+
     def table(self, values: np.ndarray) -> DeviceArray:
         raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         ptr, owner = self._weights.take(raw.nbytes)

@@ -112,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
                     const float* scales, float* inner, int used, int rows, int k) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ int tokens[TOKENS];
+  __shared__ Bytes matrices[2];  // not in registers, of which there are too few
   grid_launch();
   grid_wait();
   const Group own = tiles[blockIdx.y];
@@ -121,14 +122,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   const long long row_bytes = static_cast<long long>(k / F::length) * F::bytes;
   if (threadIdx.x < TOKENS)
     tokens[threadIdx.x] = order[own.first + min(static_cast<int>(threadIdx.x), own.count - 1)] / used;
+  if (threadIdx.x < 2) matrices[threadIdx.x] = table[own.expert].matrices[threadIdx.x];
   __syncthreads();
-  const Expert& expert = table[own.expert];
-  const Bytes gate = expert.matrices[GATE], up = expert.matrices[UP];
   float total[SUMS] = {};
   multiply_tile(
       [&](int row) {
         const int there = min(first_row + (row >> 5) * 16 + (row & 15), rows - 1);
-        return (row & 16 ? up : gate) + there * row_bytes;
+        return matrices[row >> 4 & 1] + there * row_bytes;
       },
       [&](int token) { return halves + static_cast<long long>(tokens[token]) * groups * 4; },
       groups, shared, (warp & 1) * 32 < own.count, warp, tile, total);

@@ -6,7 +6,8 @@
 using namespace voltapile;
 using F = formats::FORMAT;
 
-constexpr int MIN_BLOCKS = VP_ARCH >= 800 && Codec<F>::PLANES == 1 ? 2 : 1;
+// Of a multiprocessor; registers for more are not there.
+constexpr int MIN_BLOCKS = VP_ARCH >= 800 && Codec<F>::PLANES == 1 ? 16 / WARPS : 1;
 constexpr int MOST_USED = 32;
 
 // grid: (rows / 16, or / 32 without a gate; tokens * used). out: [tokens * used][rows]. part: GATE

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda import matmul
+from voltapile.kernels.cuda import experts, matmul
 from voltapile.kernels.cuda.families import CudaFamilies
 from voltapile.kernels.cuda.launch import DeviceArray
 
@@ -18,6 +19,10 @@ class EmulatedFamilies(CudaFamilies, EmulatedOps):
 
     def table(self, values: np.ndarray) -> DeviceArray:
         return self.array(values)
+
+    @functools.cached_property
+    def tickets(self) -> DeviceArray:
+        return self.zeros((experts.TICKETS,), np.uint32)
 
     def rows_alone(self, x: DeviceArray) -> int | None:
         return self.alone

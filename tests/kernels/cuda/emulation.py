@@ -22,7 +22,7 @@ from voltapile.kernels.cuda.submit import Arguments
 from voltapile.shm.formats import row_bytes
 
 HEADER = Path(__file__).with_name("emulate.h")
-MORE = Path(__file__).with_name("emulate_attention.h")  # for what reads keys and values
+MORE = Path(__file__).with_name("emulate_attention.h")  # for what needs more than products
 FLAGS = ("-std=c++20", "-O2", "-g0", "-w", "-shared", "-fPIC", "-ffp-contract=off")
 SLACK = 256  # bytes behind a matrix that kernels may read
 
@@ -100,8 +100,9 @@ class EmulatedOps:
 
     def _library(self, instance: Instance) -> ctypes.CDLL:
         text = re.sub(r"(?<!extern )__shared__", "static", source_of(instance.file))
-        headers = [HEADER, MORE] if "attention_kv.cuh" in text else [HEADER]
-        source = "".join(f'#include "{each}"\n' for each in headers) + f"{text}\n" + (
+        headers = [HEADER, MORE] if "__ldcg" in text else [HEADER]
+        included = "".join(f'#include "{each}"\n' for each in headers)
+        source = f"{included}{text}\n" + (
             'extern "C" int launch(int x, int y, int threads, int shared, void** args) {\n'
             f"  return emulation::launch({instance.function}, x, y, threads, shared, args);\n}}\n"
         )

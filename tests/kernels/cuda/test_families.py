@@ -83,22 +83,27 @@ def device(ops: Any, batch: Batch) -> Batch:
 # --- experts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("experts", [6, 40, 512])
-def test_route(plain: Any, experts: int) -> None:
-    x, router = normal(0, 5, 64), normal(1, experts, 64)
+@pytest.mark.parametrize(
+    ("experts", "width", "type_name"),
+    [(6, 64, "F32"), (40, 4100, "F32"), (512, 64, "F16"), (16, 66, "F32"), (16, 64, "Q8_0")],
+)
+def test_route(ops: Any, experts: int, width: int, type_name: str) -> None:
+    x, router = normal(0, 11, width), normal(1, experts, width)
     x[1] = 0  # all alike: the first
-    mine, theirs = weights_of(plain, router)
+    mine, theirs = weights_of(ops, router, type_name)
     counts = np.zeros((2, experts), np.int64)
-    own_counts = plain.array(counts)
-    batch = batch_of([0] * 5, [0] * 5, generated=2)
+    own_counts = ops.array(counts)
+    batch = batch_of([0] * 11, [0] * 11, generated=9)
     for is_rounded in (False, True):
-        chosen, weights = plain.route(
-            plain.array(x), mine, 4, own_counts, device(plain, batch), is_rounded
-        )
+        there = ops.array(x), mine, 4, own_counts, device(ops, batch), is_rounded
+        chosen, weights = ops.route(*there)
         expected = REF.route(x, theirs, 4, counts, batch, is_rounded)
-        np.testing.assert_array_equal(plain.to_host(chosen), expected[0])
-        np.testing.assert_allclose(plain.to_host(weights), expected[1], rtol=2e-5)
-    np.testing.assert_array_equal(plain.to_host(own_counts), counts)
+        np.testing.assert_array_equal(ops.to_host(chosen), expected[0])
+        tolerance = 2e-3 if type_name == "Q8_0" else 2e-5
+        np.testing.assert_allclose(ops.to_host(weights), expected[1], tolerance, tolerance)
+        one = ops.route(ops.array(x[10:]), mine, 4, ops.array(counts), there[4], is_rounded)
+        np.testing.assert_array_equal(ops.to_host(one[1])[0], ops.to_host(weights)[10])
+    np.testing.assert_array_equal(ops.to_host(own_counts), counts)
 
 
 MIXES = [
