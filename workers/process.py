@@ -102,7 +102,7 @@ class Worker:
         try:
             with contextlib.ExitStack() as resources:
                 self.board = resources.enter_context(self._join())
-                self.status = Status(self.board, self.plan.ranks[self.rank], self.plan.id)
+                self.status = Status(self.board, self.plan, self.rank)
                 port = StatusPort(self.status, self.status_port)
                 self.status_port = resources.enter_context(port).port
                 resources.enter_context(self._heart())
@@ -187,6 +187,7 @@ class Worker:
         self._drop_mail()
         self._memory = self._stats("ready", 1.0)
         self.status.memory = engine.memory()
+        self.status.shared_bytes = sum(each.nbytes for each in engine.shared.values())
         for purpose, (planned, allocated) in self.status.memory.items():
             self._memory.values[f"planned {purpose}"] = planned
             self._memory.values[f"allocated {purpose}"] = allocated

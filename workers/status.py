@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from voltapile.shm.board import Board
-from voltapile.topology.plan import RankPlan
+from voltapile.topology.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,10 @@ Memory = Mapping[str, tuple[int, int]]
 class Status:
     """Numbers of one rank. The loop calls `step_done` and sets `memory`."""
 
-    def __init__(self, board: Board, mine: RankPlan, plan_id: str) -> None:
-        self._board, self._mine, self._plan_id = board, mine, plan_id
-        self.rank = mine.rank
+    def __init__(self, board: Board, plan: Plan, rank: int) -> None:
+        self._board, self._plan, self._mine = board, plan, plan.ranks[rank]
+        self.rank = rank
+        self.shared_bytes = 0  # of tensors that all ranks read
         self.memory: Memory = {}  # planned and allocated bytes by purpose
         self.steps = 0
         self.seconds = self.last_seconds = 0.0
@@ -70,7 +71,7 @@ class Status:
             "status": status,
             "reason": reason,
             "rank": self.rank,
-            "plan": self._plan_id,
+            "plan": self._plan.id,
             "device": self._mine.device,
             "stage": health.stage,
             "fraction": health.fraction,
@@ -100,6 +101,9 @@ class Status:
         beside = sum(self._mine.host.values() if in_vram else self._mine.memory.values())
         host = found.setdefault("host", {})
         host["process"] = {"planned": beside, "used": resident_bytes()}
+        shared = sum(self._plan.shared.values()) if in_vram else 0
+        if shared:  # once for all ranks, and a part of what each process has
+            host["shared"] = {"planned": shared, "used": self.shared_bytes}
         return found
 
     def metrics(self) -> str:

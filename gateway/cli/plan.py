@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,10 +52,21 @@ def run(args: argparse.Namespace) -> int:
         console.print(plan_tables.overrides(plan))
     for line in [*plan_tables.beside(plan, margin), *predictions(inputs, plan), *plan.notes]:
         console.print(line, markup=False, highlight=False)
+    if args.output:
+        print(written(plan, args.output))
     reason = unbuilt(plan)
     for warning in [*plan.warnings, *([f"not to be loaded: {reason}"] if reason else [])]:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     return 0
+
+
+def written(plan: Plan, path: Path) -> str:
+    """What to do with it."""
+    workers = " ".join(f"voltapile-worker@{rank.rank}" for rank in plan.ranks)
+    text = f"written to {path}; with the units of systemd/: systemctl enable {workers}"
+    if plan.backend == "cuda" and importlib.util.find_spec("cupy") is None:
+        text += "\nwarning: cupy is not installed here: pip install 'voltapile[cuda]'"
+    return text
 
 
 def predictions(inputs: Inputs, plan: Plan) -> list[str]:

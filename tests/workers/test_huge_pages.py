@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from voltapile.workers import weights
 
 Make = Callable[..., Any]
 
@@ -26,3 +29,14 @@ def test_the_plan_counts_the_copy(mini: Path, plan_for: Make) -> None:
     assert tensors <= plan.ranks[0].memory["weights"] <= tensors + (6 << 20)
     assert {each.tier for each in plan.tensors.values()} == {"host"}
     assert mapped.ranks[0].memory["weights"] == 0
+
+
+def test_huge_pages_that_are_not_there_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights.huge, "private_fault", lambda: "none: change it")
+    with caplog.at_level(logging.INFO):
+        weights.HugePages(5000)
+    assert [record.message for record in caplog.records] == [
+        "weights are copied to small pages, which are slower to read: none: change it"
+    ]

@@ -9,6 +9,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +25,8 @@ MINE = RankPlan(
     memory={"weights": 100, "kv": 50, "reserve": 7}, mapped_bytes=0, host={"reserve": 900},
 )  # fmt: skip
 
+PLAN: Any = SimpleNamespace(id="abc", ranks=[None, MINE], shared={"token_embd.weight": 30})
+
 
 @pytest.fixture
 def board() -> Iterator[Board]:
@@ -34,7 +38,7 @@ def board() -> Iterator[Board]:
 @pytest.fixture
 def status(board: Board) -> Status:
     board.join(1)
-    return Status(board, MINE, "abc")
+    return Status(board, PLAN, 1)
 
 
 def ask(port: int, path: str) -> tuple[int, str]:
@@ -83,6 +87,7 @@ def test_metrics(board: Board, status: Status, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "resident_bytes", lambda: 800)
     board.publish(1, "ready", "ready", 1.0)
     status.memory = {"weights": (100, 99), "caches and slots": (60, 59)}
+    status.shared_bytes = 29
     for seconds in (0.003, 0.004, 100.0):
         status.step_done(seconds)
     status.look()  # in no step: not counted
@@ -104,6 +109,8 @@ def test_metrics(board: Board, status: Status, monkeypatch: pytest.MonkeyPatch) 
     assert found["memory_bytes", "1", "planned", "reserve", "vram"] == 7
     assert found["memory_bytes", "1", "host", "planned", "process"] == 900
     assert found["memory_bytes", "1", "host", "process", "used"] == 800
+    assert found["memory_bytes", "1", "host", "planned", "shared"] == 30
+    assert found["memory_bytes", "1", "host", "shared", "used"] == 29
 
 
 @pytest.mark.parametrize(

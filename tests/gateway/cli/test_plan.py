@@ -114,3 +114,20 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_plan_is_written_if_it_can_be_carried_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    argv = [*COMMAND, "--ranks", "2", "-o", str(path), "--endpoint", "ipc:///run/x/y.sock"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "systemctl enable voltapile-worker@0 voltapile-worker@1" in out
+    plan = from_json(path.read_bytes())
+    assert (len(plan.ranks), plan.endpoint) == (2, "ipc:///run/x/y.sock")
+    path.unlink()
+    assert (
+        main(["plan", "-m", str(LLAMA), *GPUS, "--ranks", "1", "-ngl", "2", "-o", str(path)]) == 1
+    )
+    assert not path.exists()
