@@ -8,22 +8,26 @@ and nothing of stop strings.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from voltapile.gateway.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Goes on from a prompt, so the first space of a SentencePiece answer stays."""
+    """Goes on from a prompt, so the first space of a SentencePiece answer stays.
 
-    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+    special, shown: as in Tokenizer.join."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, special: bool = False, shown: Container[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._special = special
+        self._special, self._shown = special, shown
         self._rest = b""  # the beginning of a character
 
     def push(self, ids: Iterable[int]) -> str:
         """The characters that these tokens complete."""
-        data = self._rest + self._tokenizer.join(ids, special=self._special)
+        data = self._rest + self._tokenizer.join(ids, special=self._special, shown=self._shown)
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._rest = data[used:]
         return text

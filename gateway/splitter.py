@@ -37,7 +37,8 @@ class Splitter:
     """push(text) for each piece, flush at the end.
 
     reasoning None: none is taken out. tools: those that may be called; none: calls are text.
-    is_reasoning: the prompt has opened the reasoning already. has_calls: a call was found.
+    is_reasoning: the prompt has opened the reasoning already. many: more than one call may come;
+    otherwise the splitter is_over behind the first, and drops the rest. has_calls: one was found.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Splitter:
         tools: Sequence[Tool] = (),
         reasoning: Reasoning | None = None,
         is_reasoning: bool = False,
+        many: bool = True,
     ) -> None:
         self._dialect, self._tools, self._markers = dialect, tools, reasoning
-        self.has_calls = False
+        self._many = many
+        self.has_calls = self.is_over = False
         self.is_reasoning = is_reasoning and reasoning is not None
         self._call: CallParser | None = None
         self._buffer = ""
@@ -58,13 +61,15 @@ class Splitter:
     def push(self, text: str) -> Split:
         self._buffer += text
         split = Split()
-        while self._step(split):
+        while not self.is_over and self._step(split):
             pass
         return split
 
     def flush(self, is_cut: bool = False) -> Split:
         """At the end; is_cut: by the token limit."""
         split = Split()
+        if self.is_over:
+            return split
         if self._call is not None:
             self._take(self._call.end(is_cut), split)
         text, self._buffer = self._buffer, ""
@@ -118,8 +123,9 @@ class Splitter:
     def _openers(self) -> tuple[str, ...]:
         """What may open something here. Some markers count only where no content has come."""
         openers: tuple[str, ...] = ()
-        if self._tools and (self._is_first or not self._dialect.is_first):
-            openers = self._dialect.opens
+        if self._tools:
+            dialect = self._dialect
+            openers = dialect.opens + dialect.firsts if self._is_first else dialect.opens
         if self._markers is not None and self._is_first:
             openers += (self._markers.open,)
         return openers
@@ -140,6 +146,7 @@ class Splitter:
         if parsed.rest is None:
             return False
         self._call, self._buffer = None, parsed.rest
+        self.is_over = self.has_calls and not self._many
         # Space between calls is no content.
         self._is_fresh = not parsed.text
         return True

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from voltapile.gateway.dialects.dialect import Tool
+from voltapile.gateway.dialects.recognise import dialect_of, reasoning_of
 from voltapile.gateway.renderer import Renderer, TemplateError
 
 __all__ = ["ChatTemplate", "TemplateError"]
@@ -29,7 +31,7 @@ PROBE_SECONDS = 0.5
 
 
 class ChatTemplate:
-    """A model's way of writing conversations."""
+    """A model's way of writing conversations. dialect: of tool calls. reasoning: its markers."""
 
     def __init__(
         self, source: str, *, tool_source: str | None = None, bos: str = "", eos: str = ""
@@ -44,6 +46,8 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._takes_strings = self._shows(_PROBE)
         self._takes_parts = self._shows([{"type": "text", "text": _PROBE}])
+        self.dialect, self.reasoning = dialect_of(self._tool_source), reasoning_of(source)
+        self._takes_objects = "tool_calls" not in self._tool_source or self._shows_objects()
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> ChatTemplate:
@@ -72,13 +76,17 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """kwargs go to the template as they are (enable_thinking, documents, ...)."""
+        prepared = [self._prepared(message) for message in messages]
+        if self.dialect.prepared is not None:
+            prepared = self.dialect.prepared(prepared, [_tool(tool) for tool in tools or ()])
+            tools = None
         return self._renderer.render(
             self._tool_source if tools else self.source,
             {
                 "documents": None,
                 **kwargs,
                 **self._tokens,
-                "messages": [self._prepared(message) for message in messages],
+                "messages": prepared,
                 "tools": list(tools) if tools else None,
                 "add_generation_prompt": add_generation_prompt,
             },
@@ -97,7 +105,10 @@ class ChatTemplate:
         prepared = dict(message)
         calls = message.get("tool_calls")
         if calls:
-            prepared["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+            as_wanted = _with_parsed_arguments if self._takes_objects else _with_json_arguments
+            prepared["tool_calls"] = [as_wanted(call) for call in calls]
+        if message.get("role") == "developer" and "developer" not in self.source:
+            prepared["role"] = "system"  # OpenAI's newer name for it
         content = message.get("content")
         if content is None and not calls:
             content = ""
@@ -117,6 +128,33 @@ class ChatTemplate:
         except TemplateError:
             return False
         return _PROBE in text and "'text'" not in text and '"text"' not in text
+
+    def _shows_objects(self) -> bool:
+        """Whether a call's arguments, given as an object, come out as JSON. Some templates want
+        their text; where neither works the object is as good."""
+        found = [self._shows_call(arguments) for arguments in ({_PROBE: 1}, f'{{"{_PROBE}": 1}}')]
+        return found[0] or not found[1]
+
+    def _shows_call(self, arguments: Any) -> bool:
+        call = {"id": "call00000", "type": "function",
+                "function": {"name": "f", "arguments": arguments}}  # fmt: skip
+        messages = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "b", "tool_call_id": "call00000", "name": "f"},
+        ]
+        variables = {**self._tokens, "messages": messages, "add_generation_prompt": True}
+        try:
+            text = self._renderer.render(self._tool_source, variables, seconds=PROBE_SECONDS)
+        except TemplateError:
+            return False
+        return _PROBE in text and f"'{_PROBE}'" not in text and f'\\"{_PROBE}' not in text
+
+
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    function = tool["function"]
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    return Tool(function["name"], function.get("description") or "", schema)
 
 
 def _flattened(parts: Sequence[Any]) -> str:
@@ -141,6 +179,15 @@ def _with_parsed_arguments(call: Any) -> Any:
         return call
     if not isinstance(arguments, dict):
         return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_json_arguments(call: Any) -> Any:
+    """The other way round."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 

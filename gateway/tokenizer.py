@@ -9,7 +9,7 @@ know about chat templates (template.py) nor about the pieces of an unfinished an
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -98,14 +98,16 @@ class Tokenizer:
         text = self.join(ids, special=special).decode("utf-8", "replace")
         return text[1:] if self.strips_prefix and text.startswith(" ") else text
 
-    def join(self, ids: Iterable[int], *, special: bool = False) -> bytes:
-        """The bytes of tokens in a row; control tokens are nothing unless `special`."""
+    def join(
+        self, ids: Iterable[int], *, special: bool = False, shown: Container[int] = ()
+    ) -> bytes:
+        """The bytes of tokens in a row; control tokens are nothing unless `special` or `shown`."""
         data, starts, kinds = self._bytes, self._starts, self._kinds
         parts = []
         for i in ids:
             if not 0 <= i < len(kinds):
                 self._check(i)
-            if special or kinds[i] not in HIDDEN:
+            if special or kinds[i] not in HIDDEN or i in shown:
                 parts.append(data[starts[i] : starts[i + 1]])
         return b"".join(parts)
 

@@ -166,16 +166,22 @@ class Payloads:
         self._is_plain = not (
             options.return_tokens or options.continuous_usage or options.timings_per_token
         )
-        self._around: dict[int, list[bytes]] = {}  # for each choice what stands beside the text
+        # For each choice, and for its reasoning, what stands beside the text.
+        self._around: dict[tuple[int, bool], list[bytes]] = {}
 
     def events(self, delta: Delta) -> bytes:
-        if not self._is_plain or delta.is_first or delta.finish or delta.logprobs:
+        thinks = bool(delta.reasoning)
+        is_special = delta.is_first or delta.finish or delta.logprobs or delta.calls
+        if not self._is_plain or is_special or (thinks and delta.text):
             return b"".join(map(event, self._payloads(delta)))
-        around = self._around.get(delta.index)
+        around = self._around.get((delta.index, thinks))
         if around is None:
-            [payload] = self._payloads(Delta(delta.index, MARK, [], "", False))
-            around = self._around[delta.index] = event(payload).split(codec.dumps(MARK))
-        return codec.dumps(delta.text).join(around)
+            model = Delta(delta.index, "" if thinks else MARK, [], "", False)
+            model.reasoning = MARK if thinks else ""
+            [payload] = self._payloads(model)
+            around = event(payload).split(codec.dumps(MARK))
+            self._around[delta.index, thinks] = around
+        return codec.dumps(delta.reasoning or delta.text).join(around)
 
     def progress(self, generation: Generation, progress: dict[str, int]) -> dict[str, Any]:
         return self._head | {"choices": [], "prompt_progress": progress}

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from voltapile.gateway.api.echo import Echo, TokenLogprob
 from voltapile.gateway.api.errors import ApiError, engine_error, unavailable
 from voltapile.gateway.api.options import Options
+from voltapile.gateway.api.reading import Reading
 from voltapile.gateway.api.services import Services
-from voltapile.gateway.api.transcript import Transcript
+from voltapile.gateway.api.transcript import Piece, Transcript
+from voltapile.gateway.dialects.dialect import Fragment
 from voltapile.gateway.engine import Chunk
+from voltapile.gateway.splitter import Splitter
 from voltapile.workers.protocol import Sampling, Want
 
 
 class Delta(msgspec.Struct):
-    """A piece of one choice. finish: "" while more will come, else "stop" or "length"."""
+    """A piece of one choice. text: of the content. finish: "" while more will come, else "stop",
+    "tool_calls" or "length"."""
 
     index: int
     text: str
@@ -30,6 +34,8 @@ class Delta(msgspec.Struct):
     finish: str
     is_first: bool
     logprobs: list[TokenLogprob] = []
+    reasoning: str = ""
+    calls: list[Fragment] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +47,15 @@ class Outcome:
     tokens: list[int]
     finish: str
     logprobs: list[TokenLogprob] | None = None
+    reasoning: str = ""
+    calls: list[Fragment] = field(default_factory=list)
 
 
 class Generation:
     """Deltas, for whoever iterates or listens. close() it always: that frees what the engine holds.
 
     index: of the choice; `options.n` of them in a row have the same prompt. echo: the prompt, if
-    the text begins with it.
+    the text begins with it. reading: what else than content the text may be.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class Generation:
         index: int = 0,
         echo: Echo | None = None,
         client: str = "",
+        reading: Reading | None = None,
     ) -> None:
         self.index = index
         self.prompt_tokens = len(prompt)
@@ -66,7 +75,11 @@ class Generation:
         self._slot = -1
         self._services = services
         self.options = options
-        self._transcript = Transcript(services.tokenizer, options, echo)
+        self._splitter = reading.splitter() if reading else None
+        # Of the answer's tokens; None where the model is not known to reason.
+        self.reasoning_tokens = 0 if reading and reading.reasoning else None
+        shown = reading.shown if reading and self._splitter else ()
+        self._transcript = Transcript(services.tokenizer, options, echo, shown)
         self._only_prompt = options.max_tokens == 0
         self._wants_logprobs = options.logprobs >= 0
         self._begun = self._interrupted = False
@@ -103,15 +116,17 @@ class Generation:
 
     async def whole(self) -> Outcome:
         """Everything at once."""
-        texts: list[str] = []
-        tokens: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        async for delta in self:
-            texts.append(delta.text)
-            tokens += delta.tokens
-            logprobs += delta.logprobs
-        wanted = logprobs if self._wants_logprobs else None
-        return Outcome(self.index, "".join(texts), tokens, self.finish, wanted)
+        deltas = [delta async for delta in self]
+        logprobs = [each for delta in deltas for each in delta.logprobs]
+        return Outcome(
+            self.index,
+            "".join(delta.text for delta in deltas),
+            [token for delta in deltas for token in delta.tokens],
+            self.finish,
+            logprobs if self._wants_logprobs else None,
+            "".join(delta.reasoning for delta in deltas),
+            [fragment for delta in deltas for fragment in delta.calls],
+        )
 
     def interrupt(self) -> None:
         """The server stops: whoever reads gets an error instead of silence."""
@@ -196,12 +211,44 @@ class Generation:
             self._begin()
         if self._only_prompt:  # the engine does not go without a token
             chunk = Chunk(finish="length", prompt_logprobs=chunk.prompt_logprobs)
+        if self._splitter is not None:
+            return self._split(self._splitter, chunk, is_first)
+        piece = self._transcribed(chunk)
+        return Delta(self.index, piece.text, piece.tokens, self.finish, is_first, piece.logprobs)
+
+    def _transcribed(self, chunk: Chunk) -> Piece:
         piece = self._transcript.push(chunk)
         self.completion_tokens += len(piece.tokens)
         self.finish = "stop" if piece.stopped else chunk.finish
         if piece.stopped:
             self._stream.cancel()
-        return Delta(self.index, piece.text, piece.tokens, self.finish, is_first, piece.logprobs)
+        return piece
+
+    def _split(self, splitter: Splitter, chunk: Chunk, is_first: bool) -> Delta | None:
+        """None: nothing of it shows yet."""
+        delta = Delta(self.index, "", [], "", is_first)
+        for part in _one_by_one(chunk) if splitter.is_reasoning else [chunk]:
+            if splitter.is_reasoning and self.reasoning_tokens is not None:
+                self.reasoning_tokens += len(part.tokens)
+            piece = self._transcribed(part)
+            split = splitter.push(piece.text)
+            if splitter.is_over and not self.finish:
+                self.finish = "stop"
+                self._stream.cancel()
+            for each in (split, splitter.flush(self.finish == "length") if self.finish else None):
+                if each is not None:
+                    delta.text += each.content
+                    delta.reasoning += each.reasoning
+                    delta.calls += each.calls
+            delta.tokens += piece.tokens
+            delta.logprobs += piece.logprobs
+            if self.finish:
+                break
+        if self.finish == "stop" and splitter.has_calls:
+            self.finish = "tool_calls"
+        delta.finish = self.finish
+        shows = is_first or delta.finish or delta.text or delta.reasoning or delta.calls
+        return delta if shows or delta.logprobs or self.options.return_tokens else None
 
     def _cut_off(self) -> ApiError:
         self.finish = "cancelled"
@@ -219,6 +266,7 @@ def started(
     options: Options,
     client: str,
     echoes: Sequence[Echo] | None = None,
+    reading: Reading | None = None,
 ) -> list[Generation]:
     """n generations a prompt, all at once; none at all if the engine does not take every one.
 
@@ -229,7 +277,7 @@ def started(
         for i, prompt in enumerate(prompts):
             echo = echoes[i] if echoes else None
             for index in range(i * options.n, (i + 1) * options.n):
-                one = Generation(services, prompt, options, index, echo, client)
+                one = Generation(services, prompt, options, index, echo, client, reading)
                 generations.append(one)
     except Exception:
         for generation in generations:
@@ -243,12 +291,26 @@ def usage(generations: list[Generation]) -> dict[str, Any]:
     asked = [generation for generation in generations if generation.has_new_prompt]
     prompt = sum(generation.prompt_tokens for generation in asked)
     completion = sum(generation.completion_tokens for generation in generations)
-    return {
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(g.cached_tokens for g in asked)},
     }
+    reasoning = [g.reasoning_tokens for g in generations if g.reasoning_tokens is not None]
+    if reasoning:
+        counts["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+    return counts
+
+
+def _one_by_one(chunk: Chunk) -> list[Chunk]:
+    """A chunk for each token, the last of them with what the chunk tells beside tokens."""
+    if len(chunk.tokens) < 2:
+        return [chunk]
+    rows = [[row] for row in chunk.logprobs] or [[] for _ in chunk.tokens]
+    parts = [Chunk([t], logprobs=row) for t, row in zip(chunk.tokens, rows, strict=True)]
+    parts[-1].finish = chunk.finish
+    return parts
 
 
 def _sampling(services: Services, prompt: list[int], options: Options, repeat: int) -> Sampling:

@@ -38,8 +38,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": ([],),
     "bad_words": ([],),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),

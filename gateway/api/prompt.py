@@ -7,8 +7,10 @@ vocabulary or the context. It does not know how tokens are generated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from voltapile.gateway.api.errors import ApiError, bad_request
+from voltapile.gateway.api.reading import Reading, reading_of
 from voltapile.gateway.api.schema import ChatRequest, CompletionRequest
 from voltapile.gateway.api.services import Services, off_loop
 from voltapile.gateway.template import TemplateError
@@ -17,12 +19,27 @@ from voltapile.gateway.tokenizer import Tokenizer
 BEGINNING, LEAST_BEGINNING = 8, 1 << 16  # characters: for each token of the context, and in all
 
 
-async def chat_prompt(services: Services, chat: ChatRequest, prefill: str = "") -> list[int]:
-    """The rendered messages as ids, and behind them what the answer is to go on from."""
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat as the model sees it, and how its answer is to be read."""
+
+    ids: list[int]
+    reading: Reading
+
+
+async def conversation(services: Services, chat: ChatRequest, prefill: str = "") -> Conversation:
+    """prefill: what the answer is to go on from."""
     text = await rendered(services, chat) + prefill
     encode, context = services.tokenizer.encode_chat, services.plan.context
     ids = await off_loop(len(text), _encoded, encode, text, context, "messages")
-    return checked(ids, context, "messages")
+    assert services.template is not None
+    reading = reading_of(services.tokenizer, services.template, chat, text)
+    return Conversation(checked(ids, context, "messages"), reading)
+
+
+async def chat_prompt(services: Services, chat: ChatRequest, prefill: str = "") -> list[int]:
+    """Only the ids."""
+    return (await conversation(services, chat, prefill)).ids
 
 
 async def completion_prompts(services: Services, asked: CompletionRequest) -> list[list[int]]:
@@ -58,7 +75,8 @@ async def rendered(services: Services, chat: ChatRequest) -> str:
     if services.template is None:
         raise bad_request("this model has no chat template", "messages", "no_chat_template")
     try:
-        return await services.template.rendered(chat.messages, **chat.template_kwargs)
+        shown = chat.use.shown or None
+        return await services.template.rendered(chat.messages, tools=shown, **chat.template_kwargs)
     except TemplateError as error:
         message = f"the chat template refuses these messages: {error}"
         raise bad_request(message, "messages", "template_error") from error

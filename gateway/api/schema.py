@@ -18,6 +18,7 @@ from voltapile.gateway.api.options import (
     completion_logprobs,
     read_options,
 )
+from voltapile.gateway.api.tools import NO_TOOLS, ToolUse, checked_calls, tool_use
 
 MAX_PROMPTS = 256
 COMPLETION_TOKENS = (
@@ -32,6 +33,8 @@ class ChatRequest:
     template_kwargs: dict[str, Any]
     options: Options
     body_bytes: int  # says how long rendering and tokenising may take
+    use: ToolUse = NO_TOOLS
+    splits_reasoning: bool = True  # reasoning is no content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,8 @@ def chat_request(body: bytes, vocab_size: int) -> ChatRequest:
         template_kwargs=_template_kwargs(fields),
         options=options,
         body_bytes=len(body),
+        use=tool_use(fields),
+        splits_reasoning=_splits_reasoning(fields),
     )
 
 
@@ -103,6 +108,7 @@ def _message(message: Any, i: int) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         param = f"messages[{i}].role"
         raise bad_request(f"'{param}' must be a string, not {kind(role)}", param, "invalid_type")
+    message = checked_calls(message, f"messages[{i}]")
     content = message.get("content")
     if content is None and role != "assistant":
         param = f"messages[{i}].content"
@@ -115,8 +121,24 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
     if reserved := sorted(RESERVED & kwargs.keys()):
         param = "chat_template_kwargs"
         raise bad_request(f"'{param}' must not hold '{reserved[0]}'", param)
+    told: dict[str, Any] = {}
     effort = fields.text("reasoning_effort")
-    return kwargs if effort is None else {"reasoning_effort": effort} | kwargs
+    if effort is not None:
+        told["reasoning_effort"] = effort
+    if effort == "none":
+        told["enable_thinking"] = False
+    if fields.values.get("enable_thinking") is not None:
+        told["enable_thinking"] = fields.flag("enable_thinking")
+    return told | kwargs
+
+
+def _splits_reasoning(fields: Fields) -> bool:
+    """llama-server's reasoning_format: "none" leaves it where it is."""
+    value = fields.text("reasoning_format")
+    if value not in (None, "none", "auto", "deepseek", "deepseek-legacy"):
+        message = f"'reasoning_format' must be auto, deepseek or none, not '{value:.40}'"
+        raise bad_request(message, "reasoning_format")
+    return value != "none"
 
 
 def _content(content: Any, param: str) -> str | list[dict[str, str]] | None:

@@ -8,6 +8,7 @@ where tokens come from, nor how a piece is sent.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass
 
 import msgspec
@@ -39,12 +40,19 @@ class Transcript:
     """push(chunk) for each chunk; a chunk with a finish gives all that was held back.
 
     echo: what the text begins with. With it the token that ends an answer has a log-probability
-    too, so that there is one for each token of the prompt and of the answer.
+    too, so that there is one for each token of the prompt and of the answer. shown: control tokens
+    whose text counts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, options: Options, echo: Echo | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: Options,
+        echo: Echo | None = None,
+        shown: Container[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, shown=shown)
         self._stops = StopStrings(options.stop) if options.stop else None
         self._wants_logprobs = options.logprobs >= 0
         self._held: deque[_Held] = deque()

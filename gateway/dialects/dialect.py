@@ -51,15 +51,17 @@ class CallParser(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """opens: texts that begin a call; with `is_first` only where nothing but space comes before.
+    """opens: texts that begin a call anywhere. firsts: those that do so only where nothing but
+    space comes before. marks: all markers, some of which a vocabulary may hide from texts.
 
     grammar: of calls of some of the tools, in llguidance's Lark; `many` if more than one may come.
     prepared: messages with tools and calls as text, for templates that know of neither.
     """
 
     name: str
-    opens: tuple[str, ...]
-    is_first: bool = False
+    opens: tuple[str, ...] = ()
+    firsts: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
     parser: Callable[[str, Sequence[Tool]], CallParser]  # of the marker that was met
     grammar: Callable[[Sequence[Tool], bool], str]
     prepared: Callable[[Messages, Sequence[Tool]], Messages] | None = None

@@ -172,6 +172,12 @@ def _parser(marker: str, tools: Sequence[Tool]) -> GemmaCall:
 
 
 GEMMA4, FUNCTION_GEMMA = (
-    Dialect(name=name, opens=(open_,), parser=_parser, grammar=_grammar(open_))
-    for name, open_ in zip(("gemma4", "function-gemma"), CLOSES, strict=True)
+    Dialect(
+        name=name,
+        opens=(open_,),
+        marks=(open_, CLOSES[open_], quote),
+        parser=_parser,
+        grammar=_grammar(open_),
+    )
+    for name, open_, quote in zip(("gemma4", "function-gemma"), CLOSES, QUOTES, strict=False)
 )

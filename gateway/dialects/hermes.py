@@ -18,4 +18,6 @@ def _grammar(tools: Sequence[Tool], many: bool) -> str:
     return json_calls_grammar(tools, many, "arguments", f"{OPEN}\n", f"\n{CLOSE}")
 
 
-HERMES = Dialect(name="hermes", opens=(OPEN,), parser=_parser, grammar=_grammar)
+HERMES = Dialect(
+    name="hermes", opens=(OPEN,), marks=(OPEN, CLOSE), parser=_parser, grammar=_grammar
+)

@@ -19,4 +19,6 @@ def _grammar(tools: Sequence[Tool], many: bool) -> str:
     return json_calls_grammar(tools, False, "parameters")  # these models make one call at a time
 
 
-LLAMA3 = Dialect(name="llama3", opens=(TAG, "{"), is_first=True, parser=_parser, grammar=_grammar)
+LLAMA3 = Dialect(
+    name="llama3", opens=(TAG,), firsts=("{",), marks=(TAG,), parser=_parser, grammar=_grammar
+)

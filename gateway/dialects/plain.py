@@ -36,17 +36,30 @@ def _grammar(tools: Sequence[Tool], many: bool) -> str:
     return json_calls_grammar(tools, False, "arguments")
 
 
-def _prepared(messages: Messages, tools: Sequence[Tool]) -> Messages:
-    prepared = [_as_text(message) for message in messages]
+def _as_texts(messages: Messages, tools: Sequence[Tool]) -> Messages:
+    prepared: Messages = []
+    last: dict[str, Any] | None = None  # the message that holds results
+    for message in _told(messages, tools):
+        text = _as_text(message)
+        is_result = text is not message and text["role"] == "user"
+        if is_result and last is not None:
+            last["content"] += f"\n{text['content']}"  # many templates want turns
+        else:
+            prepared.append(text)
+            last = text if is_result else None
+    return prepared
+
+
+def _told(messages: Messages, tools: Sequence[Tool]) -> Messages:
     if not tools:
-        return prepared
+        return messages
     lines = [compact({"name": t.name, "description": t.description, "parameters": t.schema})
              for t in tools]  # fmt: skip
     text = "\n".join([_INTRODUCTION, *lines])
-    first = prepared[0]
+    first = messages[0]
     if first.get("role") == "system" and isinstance(first.get("content"), str):
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *prepared[1:]]
-    return [{"role": "system", "content": text}, *prepared]
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -66,5 +79,6 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "content": "\n".join(filter(None, texts))}
 
 
-PLAIN = Dialect(name="plain", opens=(FENCE, "{"), is_first=True, parser=_parser, grammar=_grammar)
-UNTAUGHT = replace(PLAIN, prepared=_prepared)  # for templates that know nothing of tools
+PLAIN = Dialect(name="plain", firsts=(FENCE, "{"), parser=_parser, grammar=_grammar)
+UNTAUGHT = replace(PLAIN, prepared=_as_texts)  # for templates that know nothing of tools
+UNTOLD = replace(PLAIN, prepared=_told)  # for those that know of calls and do not show tools

@@ -199,4 +199,10 @@ def _value_rules(name: str, schema: Any, whole: Mapping[str, Any]) -> list[str]:
     return [f"{name}: {name}j {quoted(after)}", json_rule(f"{name}j", {**schema, **definitions})]
 
 
-QWEN_XML = Dialect(name="qwen_xml", opens=(OPEN, "<function="), parser=_parser, grammar=_grammar)
+QWEN_XML = Dialect(
+    name="qwen_xml",
+    opens=(OPEN, "<function="),
+    marks=(OPEN, CLOSE),
+    parser=_parser,
+    grammar=_grammar,
+)

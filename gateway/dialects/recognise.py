@@ -11,7 +11,7 @@ from voltapile.gateway.dialects.dialect import Dialect
 from voltapile.gateway.dialects.gemma import FUNCTION_GEMMA, GEMMA4
 from voltapile.gateway.dialects.hermes import HERMES
 from voltapile.gateway.dialects.llama3 import LLAMA3
-from voltapile.gateway.dialects.plain import PLAIN, UNTAUGHT
+from voltapile.gateway.dialects.plain import PLAIN, UNTAUGHT, UNTOLD
 from voltapile.gateway.dialects.qwen_xml import QWEN_XML
 
 
@@ -42,7 +42,7 @@ _REASONING = (
 
 def dialect_of(template: str) -> Dialect:
     if "tools" not in template:
-        return UNTAUGHT
+        return UNTOLD if "tool_calls" in template else UNTAUGHT
     return next((dialect for text, dialect in _DIALECTS if text in template), PLAIN)
 
 

@@ -66,7 +66,7 @@ async def test_length(post, engine):
 async def test_errors_name_the_parameter(post):
     status, body = await post(PATH, BODY | {"tools": [{"type": "function"}]})
     assert status == 400
-    assert body["error"]["param"] == "tools"
+    assert body["error"]["param"] == "tools[0].function"
     assert body["error"]["type"] == "invalid_request_error"
 
 

@@ -84,7 +84,7 @@ def test_what_was_held_for_a_stop_string_comes_at_the_end(make):
 def test_a_token_that_is_shown_in_part_keeps_its_entry(make, tokenizer, monkeypatch):
     texts = [b"x ST", b"OP y"]
     monkeypatch.setattr(tokenizer, "token_bytes", texts.__getitem__)
-    monkeypatch.setattr(tokenizer, "join", lambda ids, special: b"".join(texts[i] for i in ids))
+    monkeypatch.setattr(tokenizer, "join", lambda ids, **_: b"".join(texts[i] for i in ids))
     piece = make("STOP", logprobs=0).push(Chunk([0, 1], logprobs=[[(0, -0.5)], [(1, -0.5)]]))
     assert (piece.text, piece.stopped) == ("x ", True)
     assert names(piece) == b"x ST"

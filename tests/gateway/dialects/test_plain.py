@@ -19,6 +19,12 @@ def test_tools_join_a_system_message():
     assert system["content"].startswith("Be brief.\n\nYou can call functions.")
 
 
+def test_results_in_a_row_are_one_turn():
+    messages = [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}]
+    [user] = UNTAUGHT.prepared(messages, [])
+    assert user["content"] == "Result of the function: a\nResult of the function: b"
+
+
 def test_calls_and_results_become_text():
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
     messages = [

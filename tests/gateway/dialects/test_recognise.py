@@ -22,6 +22,11 @@ def test_a_template_without_tools_has_them_told_as_text():
     assert dialect_of("{% for m in messages %}{{ m.content }}{% endfor %}").prepared is not None
 
 
+def test_a_template_that_knows_calls_keeps_them():
+    [message] = dialect_of("{{ m.tool_calls }}").prepared([{"role": "tool", "content": "x"}], [])
+    assert message == {"role": "tool", "content": "x"}
+
+
 def test_reasoning():
     assert reasoning_of("{{ '<think>' }}{{ '</think>' }}") == ("<think>", "</think>")
     assert reasoning_of("content.split('</think>')[-1]") == ("<think>", "</think>")

@@ -1,0 +1,193 @@
+"""Tools and reasoning through the real listener: what templates see, what clients get."""
+
+import json
+
+import openai
+import pytest
+from voltapile.gateway.template import ChatTemplate
+
+PATH = "/v1/chat/completions"
+SOURCE = (
+    "{% if tools %}[{{ tools | map(attribute='function') | map(attribute='name') | join(',') }}]"
+    " <tool_call></tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}){% endfor %};{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n"
+    "{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
+BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def template():
+    made = ChatTemplate(SOURCE)
+    yield made
+    made.close()
+
+
+def prompt(engine):
+    return bytes(engine.prompts[-1]).decode()
+
+
+async def test_a_call(post, engine):
+    engine.say("Let me see. " + CALL)
+    status, body = await post(PATH, BODY)
+    assert status == 200
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me see. "
+    [call] = choice["message"]["tool_calls"]
+    assert call["type"] == "function"
+    assert call["id"].startswith("call_")
+    assert call["function"] == {"name": "look", "arguments": '{"at":"é"}'}
+    assert prompt(engine).startswith("[look]")
+
+
+async def test_streamed_calls_join_to_json(events, engine):
+    engine.say(f"{CALL}\n{CALL}")
+    *chunks, done = await events(PATH, BODY)
+    assert done == "[DONE]"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant"
+    assert not "".join(delta.get("content") or "" for delta in deltas)
+    found = {}
+    for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
+        call = found.setdefault(part["index"], {"id": part.get("id"), "arguments": ""})
+        call["arguments"] += part["function"]["arguments"]
+    assert [json.loads(call["arguments"]) for call in found.values()] == [{"at": "é"}] * 2
+    assert len({call["id"] for call in found.values()}) == 2
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_one_call_only(post, engine):
+    engine.say(f"{CALL}\n{CALL} and more")
+    _, body = await post(PATH, BODY | {"parallel_tool_calls": False})
+    [choice] = body["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert engine.streams[0].cancelled.is_set()
+
+
+async def test_no_tools_are_shown_where_none_may_be_called(post, engine):
+    engine.say(CALL)
+    _, body = await post(PATH, BODY | {"tool_choice": "none"})
+    assert body["choices"][0]["message"]["content"] == CALL
+    assert prompt(engine) == "user:hi;"
+
+
+@pytest.mark.parametrize(
+    ("thinks", "text"), [(True, "hm\n</think>\n\nYes"), (None, "<think>\nhm\n</think>\n\nYes")]
+)
+async def test_reasoning(post, engine, thinks, text):
+    engine.say(text)
+    _, body = await post(PATH, BODY | {"enable_thinking": thinks})
+    message = body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "Yes")
+    counted = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert counted == len("hm\n</think>") + (0 if thinks else 1)
+
+
+async def test_streamed_reasoning(events, engine):
+    engine.say("hm\n</think>\n\nYes")
+    *chunks, _ = await events(PATH, BODY | {"enable_thinking": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [d["reasoning_content"] for d in deltas if "reasoning_content" in d] == ["h", "m"]
+    assert [d["content"] for d in deltas if d.get("content")] == ["Y", "e", "s"]
+
+
+async def test_reasoning_left_where_it_is(post, engine):
+    engine.say("hm</think>Yes")
+    _, body = await post(PATH, BODY | {"enable_thinking": True, "reasoning_format": "none"})
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "hm</think>Yes"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"reasoning_effort": "none"},
+        {"enable_thinking": False},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+)
+async def test_thinking_off(post, engine, given):
+    await post(PATH, BODY | given)
+    assert prompt(engine).endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [('{"at": 1}', '{"at": 1}'), ({"at": 1}, '{"at": 1}'), ("", "{}"), (None, "{}"), ("x", '"x"')],
+)
+async def test_arguments_in_earlier_messages(post, engine, arguments, shown):
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "cat"}]},
+    ]
+    status, _ = await post(PATH, BODY | {"messages": messages})
+    assert status == 200
+    assert f"(look {shown})" in prompt(engine)
+
+
+@pytest.mark.parametrize("calls", [[], None])
+async def test_no_calls_in_earlier_messages(post, engine, calls):
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    status, _ = await post(PATH, {"messages": [message]})
+    assert status == 200
+    assert prompt(engine) == "assistant:;"
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": ["x"]}, "tools[0]"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]},
+         "tools[0].function.parameters"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": 3}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"enable_thinking": "yes"}, "enable_thinking"),
+        ({"reasoning_format": "xml"}, "reasoning_format"),
+        ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
+         "messages[0].tool_calls[0].function.name"),
+        ({"messages": [{"role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}]},
+         "messages[0].tool_calls[0].function.arguments"),
+    ],
+)  # fmt: skip
+async def test_bad_input_is_named(post, given, param):
+    status, body = await post(PATH, BODY | given)
+    assert (status, body["error"]["param"]) == (400, param)
+
+
+async def test_openai_client_streams_calls(serve, engine):
+    session = await serve()
+    engine.say(f"<think>\nhm\n</think>\n\n{CALL}")
+    url = str(session._base_url / "v1")
+    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        asked = {"model": "x", "messages": BODY["messages"], "tools": [TOOL]}
+        async with client.chat.completions.stream(**asked) as stream:
+            async for _ in stream:
+                pass
+            answer = (await stream.get_final_completion()).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.tool_calls[0].function.name == "look"
+    assert json.loads(answer.message.tool_calls[0].function.arguments) == {"at": "é"}
