@@ -1,7 +1,7 @@
 """From an open file to its Spec: one small function for each architecture.
 
 Each reads the keys that its family has and says which tensors belong to such a model; what is
-missing, misshapen or left over is a SpecError.
+missing or misshapen is a SpecError, what is left over a warning.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def spec_of(gguf: Gguf) -> Spec:
     if not gguf.tensors:
         raise SpecError(f"{gguf.path}: found only a vocabulary, expected a {found} model's tensors")
     spec, shapes = read(Keys(gguf, found))
-    _check_tensors(gguf, shapes, spec)
+    _check_tensors(gguf, shapes)
+    spec = _with_unknown(gguf, shapes, spec)
     num_tokens = len(gguf.get("tokenizer.ggml.tokens", [], list))
     if num_tokens > spec.vocab:
         raise SpecError(
@@ -101,8 +102,8 @@ ARCHITECTURES: dict[str, Callable[[Keys], tuple[Spec, Shapes]]] = {
 }
 
 
-def _check_tensors(gguf: Gguf, shapes: Shapes, spec: Spec) -> None:
-    """Every needed tensor is there, every shape is right, and nothing is left unused."""
+def _check_tensors(gguf: Gguf, shapes: Shapes) -> None:
+    """Every needed tensor is there, and every shape is right."""
     for name, (shape, is_required) in shapes.items():
         tensor = gguf.tensors.get(name)
         if tensor is None and is_required:
@@ -111,10 +112,20 @@ def _check_tensors(gguf: Gguf, shapes: Shapes, spec: Spec) -> None:
             raise SpecError(
                 f"{gguf.path}: tensor {name!r} has shape {tensor.shape}, expected {shape}"
             )
+
+
+def _with_unknown(gguf: Gguf, shapes: Shapes, spec: Spec) -> Spec:
+    """One warning of tensors that nobody reads: answers may be wrong without them."""
     unused = tuple(f"blk.{layer}." for layer in spec.unused_layers)
-    for name in gguf.tensors:
-        # A tensor that nobody reads would mean wrong answers without a word.
-        if name not in shapes and not name.startswith(unused):
-            raise SpecError(
-                f"{gguf.path}: tensor {name!r} is no part of a {gguf.architecture} model here"
-            )
+    unknown = tuple(
+        name for name in gguf.tensors if name not in shapes and not name.startswith(unused)
+    )
+    if not unknown:
+        return spec
+    named = ", ".join(unknown[:3]) + (" ..." if len(unknown) > 3 else "")
+    warning = (
+        f"{len(unknown)} tensor(s) of the file are no part of a {gguf.architecture} model here and "
+        f"are not used: {named}"
+    )
+    warnings = (*spec.warnings, warning)
+    return msgspec.structs.replace(spec, unknown_tensors=unknown, warnings=warnings)

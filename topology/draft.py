@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 from voltapile.shm.gguf import Tensor
 from voltapile.topology.budget import Budget, ShortageError, choose_context, show
+from voltapile.topology.choices import chosen
 from voltapile.topology.layout import Layout, layout_of
 from voltapile.topology.machine import Machine
 from voltapile.topology.memory import Load, memory_of, row_bytes
@@ -86,7 +87,7 @@ def draft_of(
     notes: list[str] = []
     if backend.in_vram and options.fit:
         places = fit(places, obeyed.places, layout.budget, spec, machine, options, notes)
-    found = [*warnings, *faults(rules, obeyed)]
+    found = [*spec.warnings, *warnings, *faults(rules, obeyed)]
     return Draft(layout, rules, obeyed, places, layout.budget(places), found, notes)
 
 
@@ -192,7 +193,7 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
             "cache_type_k": kinds.key_type if kinds else "",
             "cache_type_v": kinds.value_type if kinds else "",
             "prefill_chunk": str(CHUNK),
-            **({"router_input": options.router_input} if options.router_input else {}),
+            **chosen(options),
             **backend.choices,
         },
         warnings=warnings,

@@ -29,6 +29,7 @@ HEAD_NORMS = ("attn_q_norm", "attn_k_norm")
 TABLE = "per_layer_token_embd.weight"
 GOLDEN, SEED = 0x9E3779B97F4A7C15, 1234  # of the multipliers that a file may leave out
 FIRST_MODULUS = 20_000_000
+LEAST_BITS = 8.5  # of a value that decides where a layer's answer goes
 
 
 def qwen3moe(keys: Keys) -> tuple[Spec, Shapes]:
@@ -69,7 +70,7 @@ def qwen4exp(keys: Keys) -> tuple[Spec, Shapes]:
         stream_rank=keys.count("hyper_connection.low_rank"),
         ngrams=_ngrams(keys, spec),
     )
-    spec = _with_indexer(keys, spec)
+    spec = _with_warnings(keys, _with_indexer(keys, spec))
     shapes = _hybrid_tensors(keys, spec, norms=())
     del shapes["output_norm.weight"]
     shapes |= _mixer(keys, spec, "output_hc", has_inject=False)
@@ -287,6 +288,7 @@ def _with_indexer(keys: Keys, spec: Spec) -> Spec:
         key_dim=keys.count("attention.indexer.key_length"),
         top_k=keys.count("attention.indexer.top_k"),
         block=max(blocks, default=1),
+        layers=tuple(i for i in full if f"blk.{i}.indexer.k_proj.weight" in keys.gguf.tensors),
     )
     dims = spec.kv_heads, spec.key_dim, spec.value_dim
     caches = [cache(dense, *dims)] if dense else []
@@ -294,6 +296,31 @@ def _with_indexer(keys: Keys, spec: Spec) -> Spec:
         index = {"index_dim": indexer.key_dim, "index_block": indexer.block}
         caches.append(msgspec.structs.replace(cache(sparse, *dims), kind="qsa", **index))
     return msgspec.structs.replace(spec, caches=tuple(caches), indexer=indexer)
+
+
+def _with_warnings(keys: Keys, spec: Spec) -> Spec:
+    """Of what converters and quantisers are known to get wrong."""
+    found, tensors = [], keys.gguf.tensors
+    assert spec.indexer is not None
+    if spec.indexer.layers and not any(need.index_dim for need in spec.caches):
+        found.append(
+            "attention.compress_ratios are all 0, although the file has indexers: a converter has "
+            "probably looked for layers by a name that its transformers package had changed. So "
+            "all attention is dense here, which the model was not trained for: convert the file "
+            "anew, or set the ratios with --compress-ratio 4"
+        )
+    coarse = [
+        name
+        for name, tensor in tensors.items()
+        if "_inject." in name and 8 * tensor.nbytes < LEAST_BITS * math.prod(tensor.shape)
+    ]
+    if coarse:
+        found.append(
+            f"{len(coarse)} tensors that mix residual streams have fewer bits than Q8_0, which "
+            f"costs accuracy in every layer: {', '.join(coarse[:3])}"
+            f"{' ...' if len(coarse) > 3 else ''}"
+        )
+    return msgspec.structs.replace(spec, warnings=tuple(found))
 
 
 def _mixer(keys: Keys, spec: Spec, prefix: str, has_inject: bool) -> Shapes:

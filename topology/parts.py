@@ -74,6 +74,8 @@ def part_of(tensor: Tensor, spec: Spec, share: Share) -> Part:
 
 def cut_of(name: str, spec: Spec, share: Share) -> Cut:
     """Which part of the tensor the rank computes with."""
+    if name in spec.unknown_tensors:
+        return NOTHING
     if not name.startswith("blk."):
         rule = _ENDS.get(name)
         return rule(spec, share) if rule else WHOLE

@@ -61,6 +61,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: int = 32  # --ctx-checkpoints: states of hybrid models that are kept, for each slot
     checkpoint_tokens: int = 4096  # of a prompt between two of them
     checkpoint_bytes: int = -1  # --cache-ram: host memory for them; -1: some of what is free
+    rope_scaling: str = ""  # --rope-scaling: none | linear | yarn; "": as the file says
+    rope_scale: float = 0.0  # --rope-scale: how many times as far
+    rope_original: int = 0  # --yarn-orig-ctx: the context before that
+    compress_ratio: int = 0  # --compress-ratio: positions of a block that an indexer chooses
     router_input: str = ""  # f32: not rounded to BF16 where the model's router was trained on that
     tensor_split: list[float] = []  # -ts: proportions of the ranks; [] means equal ones
     islands: list[int] = []  # --islands: of each rank; [] means as the GPUs reach each other

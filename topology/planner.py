@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import msgspec
 from voltapile.topology.budget import ShortageError
+from voltapile.topology.choices import as_chosen, chosen
 from voltapile.topology.draft import Draft, TensorTable, draft_of, finish
 from voltapile.topology.forecast import forecast, rate
 from voltapile.topology.machine import Machine
 from voltapile.topology.plan import Backend, Options, Plan, PlanError, sealed, unbuilt
 from voltapile.topology.ranks import seen, spreads
-from voltapile.topology.spec import Spec
+from voltapile.topology.spec import Spec, SpecError
 
 MOST_STEPS = 16  # in flight
 WORTH = 1.05  # times as fast a Plan must be for more GPUs
@@ -53,11 +54,20 @@ def _drafts(
 ) -> list[Draft]:
     """One for each way of spreading the model that the options leave open."""
     _check(options)
-    _check_formats(gguf, backend)
+    spec = _as_chosen(spec, options)
+    _check_formats(spec, gguf, backend)
     machine = seen(machine, backend, options)
     warnings: list[str] = []
     ways = spreads(spec, gguf.tensors, machine, backend, options, warnings)
     return [draft_of(spec, gguf, machine, backend, options, way, warnings) for way in ways]
+
+
+def _as_chosen(spec: Spec, options: Options) -> Spec:
+    """Raises PlanError."""
+    try:
+        return as_chosen(spec, chosen(options))
+    except SpecError as error:
+        raise PlanError(str(error)) from None
 
 
 def _check(options: Options) -> None:
@@ -80,8 +90,12 @@ def _check(options: Options) -> None:
         )
 
 
-def _check_formats(gguf: TensorTable, backend: Backend) -> None:
+def _check_formats(spec: Spec, gguf: TensorTable, backend: Backend) -> None:
+    """Of tensors that somebody reads."""
+    unread = spec.unknown_tensors, tuple(f"blk.{layer}." for layer in spec.unused_layers)
     for name, tensor in gguf.tensors.items():
+        if name in unread[0] or name.startswith(unread[1]):
+            continue
         if tensor.type_name not in backend.formats:
             raise PlanError(
                 f"tensor {name!r} has type {tensor.type_name}, which the {backend.name} backend "
@@ -134,10 +148,11 @@ def _remedies(
         "--fit on": change(options, fit=True),
         "no -ts": change(options, tensor_split=[]),
         "no --no-mmap": change(options, no_mmap=False),
+        "--ngram-table mapped": change(options, overrides=["ngram=mapped", *options.overrides]),
     }
     found = []
     for text, trial in trials.items():
-        if trial == options or (text == "-c 0"):
+        if trial == options or (text == "-c 0") or ("ngram" in text and not spec.ngrams):
             continue
         try:
             helped = _best(_drafts(spec, gguf, machine, backend, trial), gguf)

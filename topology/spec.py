@@ -6,7 +6,6 @@ Knows nothing of files, tensors' bytes, devices or ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -89,6 +88,7 @@ class Indexer(msgspec.Struct, frozen=True, kw_only=True):
     key_dim: int
     top_k: int  # tokens
     block: int  # tokens of a block
+    layers: tuple[int, ...] = ()  # for which the file has one, whether they choose or not
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +121,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     ngrams: NGrams | None = None
     indexer: Indexer | None = None
     unused_layers: tuple[int, ...] = ()  # in the file, behind `layers`; they predict next tokens
+    unknown_tensors: tuple[str, ...] = ()  # in the file, and no part of such a model here
+    warnings: tuple[str, ...] = ()  # what is odd about the file
 
     def cache_of(self, layer: int) -> CacheNeed:
         return next(need for need in self.caches if layer in need.layers)
@@ -128,14 +130,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     def rope_of(self, layer: int) -> Rope:
         is_window = self.cache_of(layer).window > 0
         return self.rope_window if self.rope_window and is_window else self.rope
-
-
-def as_chosen(spec: Spec, choices: Mapping[str, str]) -> Spec:
-    """With what a Plan's choices change: "router_input" is "f32" where it is not to be rounded."""
-    if spec.experts is None or choices.get("router_input") != "f32":
-        return spec
-    exact = msgspec.structs.replace(spec.experts, rounds_input=False)
-    return msgspec.structs.replace(spec, experts=exact)
 
 
 class SpecError(ValueError):

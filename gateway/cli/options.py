@@ -52,6 +52,15 @@ def add_model_options(
         metavar="N", help="of a prompt between two of them")  # fmt: skip
     add("-cram", "--cache-ram", type=int, default=-1, metavar="MIB",
         help="host memory for them; -1: a part of what is free, up to 8192")  # fmt: skip
+    add("--ngram-table", default="", choices=("pinned", "mapped"),
+        help="a table of n-grams in host memory, or in the file on a drive")  # fmt: skip
+    add("--compress-ratio", type=int, default=0, metavar="N",
+        help="positions of a block that an indexer chooses, where the file says 0")  # fmt: skip
+    add("--rope-scaling", default="", choices=("none", "linear", "yarn"),
+        help="how positions are scaled; without it as the file says")  # fmt: skip
+    add("--rope-scale", type=float, default=0.0, metavar="N", help="reach so many times as far")
+    add("--yarn-orig-ctx", type=int, default=0, metavar="N",
+        help="the context that the model was trained with before that")  # fmt: skip
     add("--router-input", default="bf16", choices=("bf16", "f32"),
         help="f32: do not round it where a model's router was trained on BF16")  # fmt: skip
     add("-a", "--alias", default="", metavar="NAME", help="the model's name for clients")
@@ -250,7 +259,12 @@ def options_of(args: argparse.Namespace, endpoint: str = "") -> Options:
         islands=args.islands,
         gpu_layers=args.gpu_layers,
         cpu_moe=args.cpu_moe,
-        overrides=args.override_tensor,
+        overrides=args.override_tensor
+        + ([f"ngram={args.ngram_table}"] if args.ngram_table else []),
+        rope_scaling=args.rope_scaling,
+        rope_scale=args.rope_scale,
+        rope_original=args.yarn_orig_ctx,
+        compress_ratio=args.compress_ratio,
         fit=args.fit == "on",
         host_bytes=args.host_memory,
         vram_bytes=args.vram,

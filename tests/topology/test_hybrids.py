@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.architectures import spec_of
+from voltapile.topology.choices import as_chosen
+from voltapile.topology.hybrids import _multipliers, _primes_from
 from voltapile.topology.spec import CacheNeed, DeltaNet, Experts, Indexer, Spec, SpecError
 
 TESTS = Path(__file__).parents[1]
@@ -21,6 +24,8 @@ LARGE_NAMES = [
     "qwen35moe/model-Q8_0", "qwen35moe-mtp/model-Q8_0", "qwen3next/model-Q8_0",
     "qwen4exp/model-Q8_0", "qwen4exp-k/model-Q4_K_M",
 ]  # fmt: skip
+
+HASHES = "layer_multipliers", "head_vocab_sizes", "head_offsets"
 
 Open = Callable[[str], Gguf]
 
@@ -83,7 +88,7 @@ def test_qwen4exp(mini: Open) -> None:
     assert grams is not None
     assert (grams.layer, grams.size, grams.heads, grams.conv_kernel) == (2, 3, 8, 4)
     assert (grams.rows, grams.row_width) == (672, 8)
-    assert spec.indexer == Indexer(heads=8, key_dim=32, top_k=32, block=4)
+    assert spec.indexer == Indexer(heads=8, key_dim=32, top_k=32, block=4, layers=(1, 3))
     (cache,) = spec.caches
     assert (cache.kind, cache.layers, cache.index_dim) == ("qsa", (1, 3), 32)
     assert spec.delta is not None
@@ -95,9 +100,56 @@ def test_ratio_0_is_dense_attention(mini: Open) -> None:
     assert [(need.kind, need.layers) for need in spec.caches] == [("full", (1,)), ("qsa", (3,))]
 
 
+def test_ratios_that_a_converter_forgot(mini: Open) -> None:
+    """The cause is named, and an option gives what the file should say."""
+    right = spec_of(mini("qwen4exp"))
+    zeros = {"attention.compress_ratios": np.zeros(4, np.int32)}
+    spec = changed(mini("qwen4exp"), zeros)
+    [warning] = spec.warnings
+    assert "compress_ratios are all 0, although the file has indexers" in warning
+    assert "--compress-ratio 4" in warning
+    assert [need.kind for need in spec.caches] == ["full"]
+    assert as_chosen(spec, {"compress_ratio": "4"}) == right
+    with pytest.raises(SpecError, match="--compress-ratio 3: expected 1, 2, 4, 8 or 16"):
+        as_chosen(spec, {"compress_ratio": "3"})
+    names = "q_proj", "k_proj", "q_norm", "k_norm"
+    missing = tuple(f"blk.{layer}.indexer.{name}.weight" for layer in (1, 3) for name in names)
+    spec = changed(mini("qwen4exp"), zeros, missing)
+    assert spec.warnings == ()  # a model without indexers
+    with pytest.raises(SpecError, match="no layer with an indexer"):
+        as_chosen(spec, {"compress_ratio": "4"})
+
+
+def test_coarse_mixes_are_named(mini: Open) -> None:
+    gguf = mini("qwen4exp")
+    names = [name for name in gguf.tensors if "_inject." in name]
+    assert len(names) == 8
+    for name in names[:5]:
+        tensor = gguf.tensors[name]
+        small = dataclasses.replace(tensor, type_name="Q4_0", nbytes=tensor.nbytes * 9 // 32)
+        gguf.tensors = {**gguf.tensors, name: small}
+    [warning] = changed(gguf, {}).warnings
+    assert warning.startswith("5 tensors that mix residual streams have fewer bits than Q8_0")
+    assert f"{', '.join(names[:3])} ..." in warning
+
+
+def test_hashes_that_a_file_leaves_out_are_computed(mini: Open) -> None:
+    """Those of the real model."""
+    assert _multipliers(248320, 3) == (23703573157769, 20109073645365, 8052911324071)
+    ends = (3, 23, 33, 47, 59, 63, 69, 77, 81, 93, 107, 147, 153, 159, 161, 171)
+    moduli = _primes_from(20_000_000, 16)
+    assert moduli == [20_000_000 + end for end in ends]
+    assert sum(moduli) == 320_001_446
+    absent = dict.fromkeys(f"ple.{name}" for name in HASHES)
+    message = "ple.head_vocab_sizes lead to row .* of 672"
+    with pytest.raises(SpecError, match=message):  # the mini model's table is smaller
+        changed(mini("qwen4exp"), absent)
+
+
 def test_blocks_that_predict_next_tokens_are_unused(mini: Open) -> None:
     spec = spec_of(mini("qwen35-mtp"))
     assert (spec.layers, spec.unused_layers) == (3, (3,))
+    assert spec.warnings == spec.unknown_tensors == ()
     assert spec.delta is not None
     assert spec.delta.layers == (0, 1)
 
