@@ -30,7 +30,13 @@ def load(
 
         return ReferenceFamilyOps()
     if name == "cuda":
-        from voltapile.kernels.cuda.ops import CudaOps
-
-        return CudaOps(int(device.partition(":")[2] or 0), scratch_bytes, choices=choices)
+        try:
+            from voltapile.kernels.cuda.family_ops import CudaFamilyOps
+        except ModuleNotFoundError as error:
+            if error.name != "cupy":
+                raise
+            raise ValueError(
+                "the cuda backend needs cupy: pip install 'voltapile[cuda]', or -ngl 0 for the CPU"
+            ) from None
+        return CudaFamilyOps(int(device.partition(":")[2] or 0), scratch_bytes, choices=choices)
     raise ValueError(f"unknown backend {name!r}; there are {', '.join(NAMES)}")

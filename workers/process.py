@@ -56,6 +56,7 @@ PR_SET_PDEATHSIG = 1
 MOST_PENDING = 2  # Steps that are submitted at once, so that a device has no pause between them
 WAIT_SECONDS = 2e-5  # between two looks at a device that computes
 HANG_SECONDS = 60.0  # for which a device may compute one Step
+MET = OSError | MemoryError | GroupError  # no mistake of ours: their text is all there is to know
 
 
 class StoppedError(Exception):
@@ -110,7 +111,7 @@ class Worker:
         except StoppedError as reason:
             log.info("%s ends: %s", self.name, reason)
         except Exception as error:
-            if isinstance(error, MemoryError | GroupError):  # tells all that there is to know
+            if isinstance(error, MET) or (isinstance(error, ValueError) and self.step_id < 0):
                 log.error("%s failed: %s", self.name, error)
             else:
                 log.exception("%s failed", self.name)
@@ -382,5 +383,4 @@ class Worker:
 def describe(error: BaseException) -> str:
     """One line for people."""
     text = str(error).strip() or "no message"
-    plain = ValueError | OSError | MemoryError | GroupError
-    return text if isinstance(error, plain) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, ValueError | MET) else f"{type(error).__name__}: {text}"

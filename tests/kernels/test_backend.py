@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import gguf
 import numpy as np
 import pytest
@@ -60,3 +62,11 @@ def test_unknown_tensor_type() -> None:
     length, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.NVFP4]
     with pytest.raises(ValueError, match="NVFP4"):
         ops.weight(np.zeros(nbytes, np.uint8), "NVFP4", (1, length))
+
+
+def test_cuda_without_cupy_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "voltapile.kernels.cuda.ops", raising=False)
+    monkeypatch.delitem(sys.modules, "voltapile.kernels.cuda.device", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ValueError, match=r"needs cupy: pip install 'voltapile\[cuda\]'"):
+        load("cuda")

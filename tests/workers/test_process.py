@@ -357,6 +357,7 @@ class LateEngine:
 
     def __init__(self) -> None:
         self.submitted: list[int] = []
+        self.shared: dict[str, Any] = {}
         self.computed = 0
 
     def submit(self, step: Step) -> Any:
