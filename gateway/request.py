@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
+import numpy as np
 from voltapile.workers.protocol import Sampling, Want
 
 
@@ -32,8 +33,8 @@ class Chunk(msgspec.Struct):
     """Some more tokens of a stream.
 
     finish: "" (more will come) | "stop" (a stop id, which is the last of tokens) | "length" |
-    "error" (error says what) | "cancelled". logprobs, prompt_logprobs: as in protocol.Sampled,
-    where they were wanted.
+    "error" (error says what) | "cancelled". logprobs, prompt_logprobs, hidden: as in
+    protocol.Sampled, where they were wanted.
     """
 
     tokens: list[int] = []
@@ -41,6 +42,7 @@ class Chunk(msgspec.Struct):
     error: str = ""
     logprobs: list[list[tuple[int, float]]] = []
     prompt_logprobs: list[list[tuple[int, float]]] = []
+    hidden: np.ndarray | None = None
 
     def extend(self, later: Chunk) -> None:
         """Take in what came after this chunk."""
@@ -48,6 +50,7 @@ class Chunk(msgspec.Struct):
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
         self.finish, self.error = later.finish, later.error
+        self.hidden = self.hidden if later.hidden is None else later.hidden
 
 
 @dataclass(eq=False)

@@ -231,7 +231,8 @@ class Scheduler:
             self.tables.remember(request, min(request.computed, known))
         if row.finish:
             self._finish(request)
-        return Chunk(row.tokens, row.finish, row.error, row.logprobs, row.prompt_logprobs)
+        logprobs = row.logprobs, row.prompt_logprobs
+        return Chunk(row.tokens, row.finish, row.error, *logprobs, row.hidden)
 
     def _can_continue(self, request: Request) -> bool:
         """Its slot has sampled a token that is not computed, and one more may follow."""

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,8 +44,9 @@ from voltapile.workers.group import WAIT_SECONDS, meet
 from voltapile.workers.loading import TOGETHER, Progress, Stages, beside, comparison, shortage
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.not_finite import Search
+from voltapile.workers.pooling import pooling_of
+from voltapile.workers.prompts import Found, Prompts
 from voltapile.workers.protocol import Result, Row, Sampled, Sampling, Step, Want
-from voltapile.workers.scoring import PromptScores
 from voltapile.workers.shared import shared_tensors
 from voltapile.workers.weights import DummyWeights, FileWeights
 
@@ -62,7 +63,7 @@ class Pending:
     sampling: list[Row]  # its rows that sample, in the order of the output
     wants: list[Want]  # of those rows' slots
     uses: list[int]  # how often those slots had been freed or taken before
-    scores: dict[int, PromptScores]  # of slots that answer with them
+    found: dict[int, Found]  # of prompts, by the slots that answer with it
 
     @property
     def is_done(self) -> bool:
@@ -83,7 +84,6 @@ class Engine:
         self.most_outputs = max([plan.slots, *plan.buckets])
         self.wants = [Want()] * plan.slots
         self.uses = [0] * plan.slots  # of each slot: how often it was freed or taken
-        self.scores: dict[int, PromptScores] = {}  # by slot, where they are wanted
         self.last_end = 0.0  # of the Step that was collected last
         self.shared: Mapping[str, np.ndarray] = {}  # tensors in host memory, for all ranks
 
@@ -111,6 +111,9 @@ class Engine:
         self.out = step_output(self.ops, self.most_outputs)
         looked_at = self.model, self.caches.layers, self.buffer, self.ops, spec, self.share
         self.search = Search(*looked_at, self.is_alone, self.checkpoints)
+        held = self.buffer, self.caches, self.checkpoints, self.most_outputs, self.answers
+        pooling = pooling_of(self.gguf.metadata, spec.architecture)
+        self.prompts = Prompts(self.ops, self.model, *held, pooling)
         self.graphs: dict[int, Graph] = {}  # of steps of one token a row, by rows
         self.chunks: dict[int, Graph] = {}  # of prompts as large as a step may be, by outputs
         progress("kernels", 0.0)
@@ -143,12 +146,12 @@ class Engine:
         self._apply(step)
         sampling = [row for row in step.rows if row.sample and self.answers]
         wants = [self.wants[row.slot] for row in sampling]
-        scores = self._score_prompts(step.rows)
+        found = self.prompts.look(step.rows)
         if step.rows:
             self._compute(step.rows)
         arrival = self.ops.fetch(self._output(sampling, wants))
         uses = [self.uses[row.slot] for row in sampling]
-        return Pending(step, began, arrival, sampling, wants, uses, scores)
+        return Pending(step, began, arrival, sampling, wants, uses, found)
 
     def collect(self, pending: Pending) -> Result:
         """The Result of the oldest Step that is under way; waits for it."""
@@ -171,21 +174,8 @@ class Engine:
         self.caches.release(0)
         self.caches.append(0, first_pages(self.plan, len(tokens)))
         for start in range(0, len(tokens), self.plan.batch_tokens):
-            yield from self._logits(0, tokens[start : start + self.plan.batch_tokens], start)
+            yield from self.prompts.logits(0, tokens[start : start + self.plan.batch_tokens], start)
         self.caches.release(0)
-
-    def _logits(self, slot: int, tokens: np.ndarray, start: int) -> Iterator[np.ndarray]:
-        """float32 [n, V] pieces of the logits after each token of one row."""
-        self.ops.reset_scratch()
-        batch = self.buffer.fill_all_outputs(slot, tokens, start)
-        self.ops.begin(batch, self.caches.state)  # which takes down the tokens
-        hidden, _ = self.model.forward(batch, self.caches.layers)
-        if hidden is None:
-            return
-        for first in range(0, len(tokens), self.most_outputs):
-            with self.ops.scope():
-                logits = self.model.head(hidden[first : first + self.most_outputs])
-                yield self.ops.to_host(logits)
 
     def _apply(self, step: Step) -> None:
         """Everything of a Step that comes before its rows are computed."""
@@ -211,9 +201,7 @@ class Engine:
         self.wants[slot] = want
         self.uses[slot] += 1
         self.caches.begin_request(slot, sampling, want)
-        self.scores.pop(slot, None)
-        if want.prompt_logprobs >= 0:
-            self.scores[slot] = PromptScores(sampling.prompt_tokens, want.prompt_logprobs)
+        self.prompts.begin(slot, sampling, want)
 
     def _compute(self, rows: Sequence[Row]) -> None:
         """Run the rows: replay a recorded step if there is one of this shape, else run eagerly."""
@@ -295,29 +283,10 @@ class Engine:
                     answer.logprobs = [[pair for pair in pairs if pair[0] >= 0]]
             if finish[i] == NOT_FINITE:
                 answer.error = self._explain(row, pending.uses[i])
-            if row.slot in pending.scores:
-                answer.prompt_logprobs = pending.scores[row.slot].found
+            if row.slot in pending.found:
+                pending.found[row.slot].give(answer)
             answers.append(answer)
         return answers
-
-    def _score_prompts(self, rows: Sequence[Row]) -> dict[int, PromptScores]:
-        """Compute the rows of wanted prompts once more, with logits after each token, before they
-        are computed the usual way: that stays as it is, finds the states that it would have found,
-        and writes keys and values again, unchanged.
-
-        Every rank computes them, one looks at them. Gives the scores of those prompts that end
-        here."""
-        for row in rows:
-            scores = self.scores.get(row.slot)
-            if scores and len(row.tokens) and scores.needs(row.start):
-                with self.checkpoints.unchanged(row.slot):
-                    logits = self._logits(row.slot, row.tokens, row.start)
-                    if self.answers:
-                        scores.add(row.start, row.tokens, logits)
-                    else:
-                        deque(logits, maxlen=0)
-        ended = {row.slot for row in rows if row.sample} & self.scores.keys()
-        return {slot: self.scores.pop(slot) for slot in ended}
 
     def _explain(self, row: Row, uses: int) -> str:
         """Where the non-finite logits after a row come from, if its slot is still the row's.

@@ -132,6 +132,7 @@ class Sampled(msgspec.Struct, array_like=True, kw_only=True):
     accepted: list[int] = []
     prompt_logprobs: list[list[tuple[int, float]]] = []
     error: str = ""
+    hidden: np.ndarray | None = None  # float32[D]: pooled, with the first answer
 
 
 class Result(Record):

@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler
 from voltapile.gateway.api.chat import chat_completions
 from voltapile.gateway.api.completions import completions
 from voltapile.gateway.api.connections import Connections
+from voltapile.gateway.api.embeddings import embeddings
 from voltapile.gateway.api.errors import ApiError, error_middleware
 from voltapile.gateway.api.health import health, metrics_text
 from voltapile.gateway.api.messages import count_tokens, messages
@@ -112,6 +113,7 @@ def _add_routes(app: web.Application, with_metrics: bool) -> None:
         route.add_get(prefix + "/models/{id:.+}", get_model)
         route.add_post(f"{prefix}/chat/completions", chat_completions)
         route.add_post(f"{prefix}/completions", completions)
+        route.add_post(f"{prefix}/embeddings", embeddings)
         route.add_get(f"{prefix}/health", health)
     route.add_post("/v1/messages", messages)
     route.add_post("/v1/messages/count_tokens", count_tokens)

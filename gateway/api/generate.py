@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 from voltapile.gateway.api.echo import Echo, TokenLogprob
 from voltapile.gateway.api.errors import ApiError, engine_error, unavailable
 from voltapile.gateway.api.options import Options
@@ -72,6 +73,7 @@ class Generation:
         self.prompt_tokens = len(prompt)
         self.completion_tokens = 0  # the end-of-generation token counts
         self.finish = ""
+        self.hidden: np.ndarray | None = None  # where it is wanted, with the first token
         self._slot = -1
         self._services = services
         self.options = options
@@ -90,6 +92,8 @@ class Generation:
         if self._wants_logprobs:
             about_prompt = options.logprobs if echo else -1
             want = Want(logprobs=options.logprobs, prompt_logprobs=about_prompt)
+        if options.hidden:
+            want = Want(hidden=True)
         self.sampling = _sampling(services, prompt, options, repeat)
         self._stream = services.engine.submit(prompt, self.sampling, want, client, options.salt)
         services.live.add(self)
@@ -209,6 +213,8 @@ class Generation:
         is_first = not self._begun
         if is_first:
             self._begin()
+        if chunk.hidden is not None:
+            self.hidden = chunk.hidden
         if self._only_prompt:  # the engine does not go without a token
             chunk = Chunk(finish="length", prompt_logprobs=chunk.prompt_logprobs)
         if self._splitter is not None:

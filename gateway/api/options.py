@@ -76,6 +76,7 @@ class Options:
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
     return_tokens: bool = False
+    hidden: bool = False  # the prompt's pooled hidden states are wanted
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False

@@ -42,20 +42,22 @@ async def chat_prompt(services: Services, chat: ChatRequest, prefill: str = "") 
     return (await conversation(services, chat, prefill)).ids
 
 
-async def completion_prompts(services: Services, asked: CompletionRequest) -> list[list[int]]:
+async def completion_prompts(
+    services: Services, asked: CompletionRequest, param: str = "prompt"
+) -> list[list[int]]:
     """Texts are tokenised as they stand, special tokens included; ids are taken as they are."""
     context = services.plan.context
     prompts = await off_loop(
-        asked.body_bytes, _all_encoded, services.tokenizer, asked.prompts, context
+        asked.body_bytes, _all_encoded, services.tokenizer, asked.prompts, context, param
     )
-    return [checked(ids, context, "prompt") for ids in prompts]
+    return [checked(ids, context, param) for ids in prompts]
 
 
 def _all_encoded(
-    tokenizer: Tokenizer, prompts: Sequence[str | list[int]], context: int
+    tokenizer: Tokenizer, prompts: Sequence[str | list[int]], context: int, param: str
 ) -> list[list[int]]:
     encode = tokenizer.encode
-    return [_encoded(encode, p, context, "prompt") if isinstance(p, str) else p for p in prompts]
+    return [_encoded(encode, p, context, param) if isinstance(p, str) else p for p in prompts]
 
 
 def _encoded(encode: Callable[[str], list[int]], text: str, context: int, param: str) -> list[int]:

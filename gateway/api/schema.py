@@ -76,7 +76,7 @@ def completion_request(body: bytes, vocab_size: int) -> CompletionRequest:
         logprobs=completion_logprobs(fields),
         vocab_size=vocab_size,
     )
-    prompts = _prompts(fields.values.get("prompt"), vocab_size)
+    prompts = prompt_list(fields.values.get("prompt"), "prompt", MAX_PROMPTS, vocab_size)
     if len(prompts) * options.n > MAX_PROMPTS:
         message = f"{len(prompts)} prompts, {options.n} times each; at most {MAX_PROMPTS} at once"
         raise bad_request(message, "n", "out_of_range")
@@ -163,24 +163,24 @@ def _part(part: Any, param: str) -> dict[str, str]:
     return {"type": "text", "text": part["text"]}
 
 
-def _prompts(value: Any, vocab_size: int) -> list[str] | list[list[int]]:
-    """A string, a list of token ids, or a list of one of those."""
+def prompt_list(value: Any, param: str, most: int, vocab_size: int) -> list[str] | list[list[int]]:
+    """A string, a list of token ids, or a list of at most so many of one of those."""
     if value is None:
-        raise bad_request("'prompt' is missing", "prompt", "missing_required_parameter")
+        raise bad_request(f"'{param}' is missing", param, "missing_required_parameter")
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        message = f"'prompt' must be a string or a list, not {kind(value)}"
-        raise bad_request(message, "prompt", "invalid_type")
+        message = f"'{param}' must be a string or a list, not {kind(value)}"
+        raise bad_request(message, param, "invalid_type")
     if not value:
-        raise bad_request("'prompt' must not be empty", "prompt")
+        raise bad_request(f"'{param}' must not be empty", param)
     if not isinstance(value[0], str | list):
-        return [token_ids(value, "prompt", vocab_size)]
-    if len(value) > MAX_PROMPTS:
-        raise bad_request(f"{len(value)} prompts; at most {MAX_PROMPTS} at once", "prompt")
+        return [token_ids(value, param, vocab_size)]
+    if len(value) > most:
+        raise bad_request(f"{len(value)} prompts; at most {most} at once", param)
     if all(isinstance(item, str) for item in value):
         return value
     if not all(isinstance(item, list) for item in value):
-        message = "the items of 'prompt' must be all strings or all lists of token ids"
-        raise bad_request(message, "prompt", "invalid_type")
-    return [token_ids(item, f"prompt[{i}]", vocab_size) for i, item in enumerate(value)]
+        message = f"the items of '{param}' must be all strings or all lists of token ids"
+        raise bad_request(message, param, "invalid_type")
+    return [token_ids(item, f"{param}[{i}]", vocab_size) for i, item in enumerate(value)]

@@ -269,6 +269,11 @@ def test_all_of_it_with_real_workers(start: Start, mini: Path, how: list[str]) -
     )
     with urllib.request.urlopen(request, timeout=20) as answer:
         whole = json.load(answer)["choices"][0]
+    request.full_url, request.data = f"{url}/v1/embeddings", b'{"input": ["a", "bc"]}'
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        vectors = [each["embedding"] for each in json.load(answer)["data"]]
+    assert [sum(x * x for x in vector) for vector in vectors] == pytest.approx([1, 1])
+    request.full_url = f"{url}/v1/completions"
     request.data = json.dumps({**body, "max_tokens": 400, "stream": True}).encode()
     tokens: list[int] = []
     with urllib.request.urlopen(request, timeout=20) as stream:

@@ -181,6 +181,25 @@ def test_probabilities(
 
 
 @MODES
+def test_a_pooled_state(
+    mini: Path, engine_for: Make, ranks_for: Make, drive: Make, mode: str
+) -> None:
+    """All ranks compute what one answers."""
+    path, found = mini / "llama/model-f16.gguf", []
+    for engine in (
+        engine_for(path, "cpu"),
+        ranks_for(path, "cpu", ranks=2, split_mode=mode),
+    ):
+        driver = drive(engine)
+        rows = driver.start(1, IDS, 1, chunk=64, prompt_tokens=len(IDS))
+        rows[0].want = Want(hidden=True)
+        [*_, answer] = [answer for row in rows for answer in driver.step([row])]
+        found.append(answer.hidden)
+    alone, group = found
+    np.testing.assert_allclose(group, alone, atol=2e-3 if mode == "tensor" else 0)
+
+
+@MODES
 def test_company_and_preemption(mini: Path, ranks_for: Make, drive: Make, mode: str) -> None:
     """A slot is released and taken again; sampled tokens depend on their own request only."""
     group = ranks_for(mini / "gemma3/model-f16.gguf", "cpu", ranks=2, split_mode=mode)

@@ -31,7 +31,7 @@ async def test_bad_bodies(post, path, body):
     [
         ("GET", "/", 404),
         ("GET", "/v2/models", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/images/generations", 404),
         ("GET", CHAT, 405),
         ("DELETE", "/v1/models", 405),
         ("PUT", "/tokenize", 405),
