@@ -6,16 +6,17 @@ leaves at once, so what of the prompt was cached is told by the last ones.
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from typing import Any
 
 from aiohttp import web
 from voltapile.gateway.api import codec
 from voltapile.gateway.api.answer import feed
-from voltapile.gateway.api.errors import ApiError, json_response
-from voltapile.gateway.api.generate import Delta, Generation, started
+from voltapile.gateway.api.errors import ApiError, bad_request, json_response
+from voltapile.gateway.api.generate import Delta, Generation, Outcome, started
 from voltapile.gateway.api.messages_schema import MessagesRequest, messages_request
-from voltapile.gateway.api.prompt import chat_prompt
+from voltapile.gateway.api.prompt import chat_prompt, conversation
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 from voltapile.gateway.api.sse import EventStream
 
@@ -25,14 +26,17 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 async def messages(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     asked = await _read(request)
-    prompt = await chat_prompt(services, asked.chat, asked.prefill)
-    [generation] = started(services, [prompt], asked.chat.options, client_of(request))
+    if asked.chat.use.is_forced:
+        message = "'tool_choice' may be auto or none; other types are not supported yet"
+        raise bad_request(message, "tool_choice", "unsupported_parameter")
+    chat = await conversation(services, asked.chat, asked.prefill)
+    client, options = client_of(request), asked.chat.options
+    [generation] = started(services, [chat.ids], options, client, reading=chat.reading)
     try:
-        if asked.chat.options.stream:
+        if options.stream:
             return await _streamed(request, services, generation)
         outcome = await generation.whole()
-        content = [{"type": "text", "text": outcome.text}] if outcome.text else []
-        body = _message(services, generation) | {"content": content}
+        body = _message(services, generation) | {"content": _content(outcome)}
         body |= _stop(generation) | {"usage": _usage(generation)}
         return json_response(body)
     finally:
@@ -79,9 +83,18 @@ class _Blocks:
 
     def events(self, delta: Delta) -> bytes:
         data = b""
-        if delta.text:
+        if delta.reasoning:
+            data += self._open("thinking", _thinking(""))
+            data += self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+        if delta.text and (self._kind != "tool_use" or not delta.text.isspace()):
             data += self._open("text", {"type": "text", "text": ""})
             data += self._delta({"type": "text_delta", "text": delta.text})
+        for fragment in delta.calls:
+            if fragment.name:
+                data += self._close() + self._open("tool_use", _tool_use(fragment.name))
+            if fragment.arguments:
+                part = {"type": "input_json_delta", "partial_json": fragment.arguments}
+                data += self._delta(part)
         if delta.finish:
             generation = self._generation
             data += self._close()
@@ -108,6 +121,42 @@ class _Blocks:
         return _event("content_block_stop", index=self._index)
 
 
+def _content(outcome: Outcome) -> list[dict[str, Any]]:
+    """In the order in which a stream has them."""
+    content: list[dict[str, Any]] = []
+    if outcome.reasoning:
+        content.append(_thinking(outcome.reasoning))
+    if outcome.text:
+        content.append({"type": "text", "text": outcome.text})
+    arguments: list[str] = []
+    for fragment in outcome.calls:
+        if fragment.name:
+            content.append(_tool_use(fragment.name))
+            arguments.append("")
+        arguments[-1] += fragment.arguments
+    calls = (block for block in content if block["type"] == "tool_use")
+    for block, text in zip(calls, arguments, strict=True):
+        block["input"] = _object(text)
+    return content
+
+
+def _object(text: str) -> Any:
+    """What is no JSON, as an answer was cut, is given as text under a key of its own."""
+    try:
+        return codec.loads(text.encode()) if text else {}
+    except codec.JsonError:
+        return {"raw_arguments": text}
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _tool_use(name: str) -> dict[str, Any]:
+    call = f"toolu_{secrets.token_hex(12)}"
+    return {"type": "tool_use", "id": call, "name": name, "input": {}}
+
+
 def _message(services: Services, generation: Generation) -> dict[str, Any]:
     return {
         "id": f"msg_{uuid.uuid4().hex}",
@@ -121,6 +170,8 @@ def _message(services: Services, generation: Generation) -> dict[str, Any]:
 
 
 def _stop(generation: Generation) -> dict[str, Any]:
+    if generation.finish == "tool_calls":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if generation.finish != "stop":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if met := generation.stop_string:

@@ -14,9 +14,11 @@ from voltapile.gateway.api.errors import ApiError, bad_request
 from voltapile.gateway.api.fields import Fields, kind
 from voltapile.gateway.api.options import UNLIMITED, read_options
 from voltapile.gateway.api.schema import ChatRequest
+from voltapile.gateway.api.tools import ToolUse, tool_use
 
 BILLING = "x-anthropic-billing-header:"  # a line that changes with every request of Claude Code
 ROLES = ("user", "assistant", "system")
+CHOICES = {"auto": "auto", "any": "required", "tool": "", "none": "none"}
 TAKEN = ("max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "model",
          "seed", "min_p", "cache_prompt", "ignore_eos")  # fmt: skip
 
@@ -31,7 +33,6 @@ class MessagesRequest:
 
 def messages_request(body: bytes, vocab_size: int) -> MessagesRequest:
     fields = Fields.parse(body)
-    _refuse_tools(fields)
     taken = {name: fields.values[name] for name in TAKEN if name in fields.values}
     options = read_options(
         Fields(taken), default_tokens=UNLIMITED, logprobs=-1, vocab_size=vocab_size
@@ -51,14 +52,46 @@ def messages_request(body: bytes, vocab_size: int) -> MessagesRequest:
         messages=messages,
         template_kwargs={"enable_thinking": thinks} | kwargs,
         options=options,
+        use=_tool_use(fields),
         body_bytes=len(body),
     )
     return MessagesRequest(chat, prefill)
 
 
-def _refuse_tools(fields: Fields) -> None:
-    if fields.values.get("tools"):
-        raise bad_request("'tools' is not supported yet", "tools", "unsupported_parameter")
+def _tool_use(fields: Fields) -> ToolUse:
+    """The client's own tools; those of Anthropic's servers are not here."""
+    given = fields.values.get("tools")
+    tools = None
+    if given is not None:
+        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.list("tools"))]
+    choice = fields.object("tool_choice")
+    kind_of_choice = choice.text("type") or "auto"
+    if kind_of_choice not in CHOICES:
+        message = f"'tool_choice.type' must be one of {', '.join(CHOICES)}"
+        raise bad_request(message, "tool_choice.type")
+    wanted: Any = CHOICES[kind_of_choice]
+    if kind_of_choice == "tool":
+        wanted = {"function": {"name": _text(choice, "name", "tool_choice")}}
+    many = not choice.flag("disable_parallel_tool_use")
+    values = {"tools": tools, "tool_choice": wanted, "parallel_tool_calls": many}
+    return tool_use(Fields(values))
+
+
+def _tool(tool: Any, param: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise bad_request(f"'{param}' must be an object, not {kind(tool)}", param, "invalid_type")
+    kind_of_tool = tool.get("type")
+    if kind_of_tool not in (None, "custom"):
+        message = f"'{param}' is of type {kind_of_tool!r:.60}; only custom tools are supported"
+        raise bad_request(message, param, "unsupported_tool")
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        what = f"'{param}.input_schema' must be an object, not {kind(schema)}"
+        raise bad_request(what, f"{param}.input_schema", "invalid_type")
+    function = {"name": tool.get("name"), "parameters": schema}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
 
 
 def _thinks(thinking: Fields) -> bool:
