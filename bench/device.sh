@@ -3,7 +3,7 @@
 # Needs no network: bench/pack_device.sh prepares the folder device/ beforehand.
 #
 #     bench/device.sh [STAGE ...]     stages: setup build compile elementwise sample matmul attention
-#                                     model serve sanitize gpu_matmul gpu_attention bench streams
+#                                     model families serve sanitize gpu_matmul gpu_attention bench streams
 #                                     startup http virtual multi ranks group; default: all but
 #                                     sanitize and from virtual (six ranks on one GPU) on; the last
 #                                     three want two GPUs. setup always runs.
@@ -143,7 +143,7 @@ run() {
     setup) stage 120 setup bash -c "$(declare -f setup); python='$python' site='$site' models='$models' root='$root'; setup" ;;
     build) stage 400 build bash -c "$(declare -f build); python='$python'; build" ;;
     compile) stage 300 compile $python -m voltapile.kernels.cuda --arch "$(arch)" ;;
-    elementwise | sample | matmul | attention | model | serve)
+    elementwise | sample | matmul | attention | model | families | serve)
       stage 500 "$1" bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_$1.py" ;;
     sanitize) for tool in ${TOOLS:-memcheck racecheck}; do sanitize "$tool"; done ;;
     gpu_matmul | gpu_attention) [ -f "bench/$1.py" ] && stage 200 "$1" $python "bench/$1.py" ;;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ from voltapile.kernels.cuda.ops import CudaOps
 class CudaFamilyOps(CudaFamilies, CudaOps):
     """See kernels/families.py."""
 
-    @functools.cached_property
-    def tickets(self) -> DeviceArray:
-        return self.zeros((TICKETS,), np.uint32)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.tickets = self.zeros((TICKETS,), np.uint32)
 
     def table(self, values: np.ndarray) -> DeviceArray:
         raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)

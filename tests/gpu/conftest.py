@@ -44,14 +44,15 @@ def cuda(ptx: Path | None) -> Any:
 @pytest.fixture
 def cuda_engine(ptx: Path | None, plan_for: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """cuda_engine(path, **Options fields) -> a loaded Engine."""
-    from voltapile.kernels.cuda.ops import CudaOps
+    from voltapile.kernels.cuda.family_ops import CudaFamilyOps
 
     with contextlib.ExitStack() as stack:
 
         def make(path: Path, **options: Any) -> Engine:
             plan = plan_for(path, "cuda", **options)
             gguf = stack.enter_context(Gguf.open(path))
-            engine = Engine(plan, CudaOps(0, plan.ranks[0].memory["scratch"], ptx), gguf)
+            ops = CudaFamilyOps(0, plan.ranks[0].memory["scratch"], ptx)
+            engine = Engine(plan, ops, gguf)
             engine.load()
             return engine
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-OURS = [f"voltapile.kernels.cuda.{name}" for name in ("device", "memory", "loader", "ops")]
+OURS = [
+    f"voltapile.kernels.cuda.{name}" for name in ("device", "memory", "loader", "ops", "family_ops")
+]
 
 
 class Failure(Exception):

@@ -26,10 +26,10 @@ from .emulation import has_compiler
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no g++")
 REF = ReferenceFamilyOps()
-PAGE = 64
+PAGE, SLOW = 64, pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[70, 75, 80])
+@pytest.fixture(scope="module", params=[80, *(pytest.param(n, marks=SLOW) for n in (70, 75))])
 def ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("families")
     return EmulatedFamilies(request.param, folder, max_shared(request.param))
@@ -218,7 +218,7 @@ def compare_states(ops: Any, mine: Any, theirs: Any, slots: int) -> None:
         ops.save_states([mine], slot, saved)
         before = [ops.to_host(each) for each in mine.slot_arrays(slot)]
         for each in mine.slot_arrays(slot):
-            ops.view(each)[...] = 0
+            ops.upload(each, np.zeros(each.shape, each.dtype))
         ops.restore_states([mine], slot, saved)
         for array, old in zip(mine.slot_arrays(slot), before, strict=True):
             np.testing.assert_array_equal(ops.to_host(array), old)
@@ -394,7 +394,8 @@ def put(
     """A token's keys and values, as attention_kv.cuh tells where they lie."""
     for cache, array, values in ((own.keys, truth.keys, key), (own.values, truth.values, value)):
         array[page, row] = values.reshape(2, -1)
-        raw = ops.view(cache)[page].reshape(2, -1)
+        place = cache[page : page + 1]
+        raw = ops.to_host(place).reshape(2, -1)
         for head, x in enumerate(values.reshape(2, -1)):
             if own.key_type == "f16":
                 raw[head].view(np.float16).reshape(PAGE, -1)[row] = x
@@ -404,3 +405,4 @@ def put(
                 q = np.round(runs / scale.astype(np.float32)[:, None]).astype(np.int8)
                 raw[head][: PAGE * len(x)].view(np.int8).reshape(PAGE, -1)[row] = q.reshape(-1)
                 raw[head][PAGE * len(x) :].view(np.float16).reshape(PAGE, -1)[row] = scale
+        ops.upload(place, raw)
