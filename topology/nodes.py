@@ -6,6 +6,7 @@ such nodes, and nothing of ours may lie there. Knows what the kernel says and ch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -129,13 +130,12 @@ def meminfo(text: str) -> dict[str, int]:
 
 
 def _cores_first(root: Path, cpus: list[int]) -> tuple[list[int], int]:
-    """One CPU of each core, then the siblings; and the number of cores."""
-    seen: set[tuple[int, ...]] = set()
-    first: list[int] = []
-    siblings: list[int] = []
+    """One CPU of each core, then a second one of each, and so on; and the number of cores."""
+    used: Counter[tuple[int, ...]] = Counter()
+    turns: list[tuple[int, int]] = []
     for cpu in sorted(cpus):
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         core = tuple(parse_cpus(text(topology / "thread_siblings_list"))) or (cpu,)
-        (siblings if core in seen else first).append(cpu)
-        seen.add(core)
-    return first + siblings, len(first)
+        turns.append((used[core], cpu))
+        used[core] += 1
+    return [cpu for _, cpu in sorted(turns)], len(used)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_nvml import Fake, FakeNvml
+from fake_nvml import Fake, FakeNvml, ac922
 from voltapile.topology.machine import (
     Machine,
     MachineError,
@@ -90,6 +90,60 @@ def test_a_gpu_is_at_home_where_cpus_are(
         write(two_sockets, {"sys/bus/pci/devices/0000:04:00.0/numa_node": f"{told}\n"})
     monkeypatch.setattr("ctypes.CDLL", lambda path: FakeNvml([Fake(bus="0000:04:00.0")]))
     assert [gpu.node for gpu in probe(two_sockets, allowed=range(8)).gpus] == [node]
+
+
+@pytest.fixture
+def ac922_tree(tmp_path: Path) -> Path:
+    """What an AC922 shows: two nodes of 20 cores with 4 threads, six of GPU memory."""
+    node = "sys/devices/system/node/node"
+    ids = [0, 8, *range(250, 256)]
+    size = 50331648
+    files = {
+        "proc/meminfo": f"MemTotal: {2 * size + 6 * 16 * 2**20} kB\nMemAvailable: {10**8} kB\n",
+        "proc/cpuinfo": "processor\t: 0\ncpu\t\t: POWER9, altivec supported\n",
+    }
+    for place, each in enumerate(ids):
+        own = f"{80 * place}-{80 * place + 79}\n" if each < 250 else "\n"
+        total = size if each < 250 else 16 * 2**20
+        files[f"{node}{each}/cpulist"] = own
+        files[f"{node}{each}/meminfo"] = (
+            f"Node {each} MemTotal: {total} kB\nNode {each} MemFree: 9 kB\n"
+        )
+        files[f"{node}{each}/distance"] = " ".join("10" if each == other else "40" if other < 250
+                                                   else "80" for other in ids)  # fmt: skip
+    for cpu in range(160):
+        siblings = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        files[siblings] = f"{cpu // 4 * 4}-{cpu // 4 * 4 + 3}\n"
+    for domain, home in ((4, 0), (5, 8)):
+        for bus, own in zip((4, 5, 6), (250, 251, 252), strict=True):
+            name = f"000{domain}:0{bus}:00.0"
+            files[f"sys/bus/pci/devices/{name}/numa_node"] = f"{home}\n"
+            files[f"proc/driver/nvidia/gpus/{name}/numa_status"] = f"Node: {own + domain % 4 * 3}\n"
+    write(tmp_path, files)
+    return tmp_path
+
+
+def test_an_ac922_is_found_as_it_was_written(
+    ac922_tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = ac922()
+    monkeypatch.setattr("ctypes.CDLL", lambda path: library)
+    found = probe(ac922_tree, allowed=range(160))
+    (path,) = (path for path in MACHINES if path.stem.startswith("ac922"))
+    written = load(path)
+    assert islands(found) == islands(written)
+    assert [node.id for node in found.nodes] == [node.id for node in written.nodes] == [0, 8]
+    assert [node.cpus for node in found.nodes] == [node.cpus for node in written.nodes]
+    assert found.memory_bytes == sum(node.memory_bytes for node in found.nodes)
+    assert [(each.id, each.is_gpu) for each in found.memory_nodes] == [
+        (each.id, each.is_gpu) for each in written.memory_nodes
+    ]
+    for ours, theirs in zip(found.gpus, written.gpus, strict=True):
+        assert (ours.index, ours.node, ours.arch) == (theirs.index, theirs.node, theirs.arch)
+        assert (ours.host_links, ours.clock_mhz) == (theirs.host_links, theirs.clock_mhz)
+        assert ours.bandwidth == pytest.approx(theirs.bandwidth, rel=0.01)
+    kinds = {(link.a, link.b): (link.kind, link.peer) for link in written.links}
+    assert {(link.a, link.b): (link.kind, link.peer) for link in found.links} == kinds
 
 
 def test_only_allowed_cpus_count(two_sockets: Path) -> None:
