@@ -117,8 +117,9 @@ def _check_tensors(gguf: Gguf, shapes: Shapes) -> None:
 def _with_unknown(gguf: Gguf, shapes: Shapes, spec: Spec) -> Spec:
     """One warning of tensors that nobody reads: answers may be wrong without them."""
     unused = tuple(f"blk.{layer}." for layer in spec.unused_layers)
+    known = shapes.keys() | _factors(gguf)
     unknown = tuple(
-        name for name in gguf.tensors if name not in shapes and not name.startswith(unused)
+        name for name in gguf.tensors if name not in known and not name.startswith(unused)
     )
     if not unknown:
         return spec
@@ -129,3 +130,14 @@ def _with_unknown(gguf: Gguf, shapes: Shapes, spec: Spec) -> Spec:
     )
     warnings = (*spec.warnings, warning)
     return msgspec.structs.replace(spec, unknown_tensors=unknown, warnings=warnings)
+
+
+def _factors(gguf: Gguf) -> set[str]:
+    """Tensors that NVFP4 files have beside a weight: of its values, and of the activations that
+    somebody else may want to round."""
+    stems = [
+        name.removesuffix(".weight")
+        for name, tensor in gguf.tensors.items()
+        if tensor.type_name == "NVFP4"
+    ]
+    return {f"{stem}.{kind}" for stem in stems for kind in ("scale", "input_scale")}

@@ -82,6 +82,8 @@ def cut_of(name: str, spec: Spec, share: Share) -> Cut:
     _, number, stem, *suffix = name.split(".")
     if int(number) not in share.layers:
         return NOTHING
+    if suffix in (["scale"], ["input_scale"]):
+        return WHOLE
     rule = (_DELTA.get(stem) if _has_delta(name, spec) else None) or _LAYER.get(stem)
     is_summed = suffix == ["bias"] and rule in _SUMMED  # added once, to the sum
     return rule(spec, share) if rule and not is_summed else WHOLE

@@ -195,10 +195,30 @@ class FileWeights:
             data = self.pages.copy(data)
             self.gguf.forget(name)
         raw = np.ascontiguousarray(data).reshape(-1)
-        weight = self.ops.weight(raw, tensor.type_name, shape)
+        scale = self._scale(name, cuts)
+        if scale is None:
+            weight = self.ops.weight(raw, tensor.type_name, shape)
+        else:
+            weight = self.ops.scaled_weight(  # type: ignore[attr-defined]
+                raw, tensor.type_name, shape, scale
+            )
         if self.is_uploaded:
             self.gguf.forget(name)
         return weight
+
+    def _scale(self, name: str, cuts: Sequence[Ranges]) -> np.ndarray | None:
+        """The factor of a tensor that the file has in another one; of each expert, if it has so
+        many. None where it changes nothing."""
+        other = f"{name.removesuffix('.weight')}.scale"
+        if other not in self.gguf.tensors:
+            return None
+        found = self.host(other).reshape(-1)
+        if not hasattr(self.ops, "scaled_weight"):
+            raise ValueError(
+                f"{self.gguf.path}: {name} has a scale, which the {self.ops.name} backend does not "
+                "compute with yet"
+            )
+        return found if len(found) == 1 else _taken(found, cuts[0], 0)
 
 
 def length(ranges: Ranges) -> int:

@@ -41,6 +41,7 @@ class ReferenceWeight:
     shape: tuple[int, ...]
     nbytes: int
     dense: np.ndarray | None = None
+    scale: np.ndarray | None = None  # float32 [1], or one of each expert: times all values
 
 
 @dataclass(eq=False)
@@ -65,6 +66,14 @@ class ReferenceOps(ReferenceCollectives):
     def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> ReferenceWeight:
         rows = data.reshape(-1) if len(shape) == 1 else data.reshape(shape[0], -1)
         return ReferenceWeight(rows, type_name, tuple(shape), data.nbytes)
+
+    def scaled_weight(
+        self, data: np.ndarray, type_name: str, shape: tuple[int, ...], scale: np.ndarray
+    ) -> ReferenceWeight:
+        """A tensor whose file has a factor of it in another one, as NVFP4's have."""
+        weight = self.weight(data, type_name, shape)
+        weight.scale = scale
+        return weight
 
     def weight_rows(self, weight: Weight, start: int, stop: int) -> ReferenceWeight:
         rows = _own(weight).data[start:stop]
@@ -278,6 +287,8 @@ class ReferenceOps(ReferenceCollectives):
         if weight.dense is not None:
             return weight.dense
         dense = dequantize(weight.data, weight.type_name).reshape(weight.shape)
+        if weight.scale is not None:
+            dense = dense * weight.scale.reshape(-1, *[1] * (dense.ndim - 1))
         if dense.nbytes <= self.keep_bytes:
             self.keep_bytes -= dense.nbytes
             weight.dense = dense

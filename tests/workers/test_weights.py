@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
-from voltapile.kernels.reference.ops import ReferenceOps
-from voltapile.shm.gguf import Gguf
+from voltapile.kernels.reference.ops import ReferenceOps, dequantize
+from voltapile.shm.gguf import Gguf, Tensor
 from voltapile.topology.architectures import spec_of
 from voltapile.topology.share import tensor_shares, whole
 from voltapile.workers.models.blocks import qkv
@@ -133,3 +134,39 @@ def test_only_cut_columns_are_copied(mini: Path, plan_for: Callable[..., Any]) -
             assert 0.99 < weights.done / weights.total <= 1
     one = plan_for(mini / "llama/model-f16.gguf", "cpu")
     assert one.ranks[0].memory["weights"] == 0
+
+
+class Nvfp4File:
+    """As much of a Gguf as weights look at: three experts of NVFP4, and a factor of each."""
+
+    def __init__(self, factors: np.ndarray) -> None:
+        random = np.random.default_rng(6)
+        self.path, self.metadata = "nvfp4.gguf", {}
+        self.raw = random.integers(0, 120, (3, 4, 36), dtype=np.uint8)
+        self.held = {"blk.0.ffn_up_exps.weight": self.raw, "blk.0.ffn_up_exps.scale": factors}
+        kinds = {"weight": ("NVFP4", (3, 4, 64)), "scale": ("F32", factors.shape)}
+        self.tensors = {
+            name: Tensor(name, kind, 0, shape, data.nbytes, 0, 0)
+            for (name, data), (kind, shape) in zip(self.held.items(), kinds.values(), strict=True)
+        }
+
+    def data(self, name: str) -> np.ndarray:
+        return self.held[name].reshape(-1).view(np.uint8)
+
+
+@pytest.mark.parametrize("factors", [np.array([0.5]), np.array([0.5, 2.0, 3.0])])
+def test_the_factor_of_a_tensor_is_in_another_one(mini: Path, factors: np.ndarray) -> None:
+    file, ops = Nvfp4File(factors.astype(np.float32)), ReferenceOps()
+    with Gguf.open(mini / "qwen3moe/model-f16.gguf") as model:
+        spec = spec_of(model)
+    share = msgspec.structs.replace(whole(spec), experts=(1, 3), expert_ffn=(0, 4))
+    found = FileWeights(file, ops, spec, share)("blk.0.ffn_up_exps.weight")  # type: ignore[arg-type]
+    plain = dequantize(file.raw[1:].reshape(8, 36), "NVFP4").reshape(2, 4, 64)
+    expected = plain * np.broadcast_to(factors, 3)[1:, None, None]
+    np.testing.assert_array_equal(ops.dense(found), expected.astype(np.float32))
+    with pytest.raises(ValueError, match="has a scale, which the plain backend does not compute"):
+        FileWeights(file, PlainOps(), spec, share)("blk.0.ffn_up_exps.weight")  # type: ignore[arg-type]
+
+
+class PlainOps:
+    name = "plain"
