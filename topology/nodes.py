@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
+from voltapile.shm.numa import parse
 
 FOLDER = "sys/devices/system/node"
 
@@ -39,7 +40,7 @@ def cpu_nodes(root: Path, usable: Collection[int], total: int, available: int) -
     """Those with a CPU of `usable`; one for everything where the kernel tells of none."""
     nodes = []
     for folder in folders(root):
-        mine = [cpu for cpu in parse_cpus(text(folder / "cpulist")) if cpu in usable]
+        mine = [cpu for cpu in parse(text(folder / "cpulist")) if cpu in usable]
         if not mine:  # a node of memory alone, or one that is not ours
             continue
         memory = meminfo(text(folder / "meminfo"))
@@ -101,15 +102,6 @@ def number(folder: Path) -> int:
     return int(folder.name.removeprefix("node"))
 
 
-def parse_cpus(text: str) -> list[int]:
-    """The numbers in a kernel list, e.g. "0-3,8" -> [0, 1, 2, 3, 8]."""
-    numbers: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
-    return numbers
-
-
 def text(path: Path) -> str:
     """A file's text; "" where it is missing, as in many containers."""
     try:
@@ -135,7 +127,7 @@ def _cores_first(root: Path, cpus: list[int]) -> tuple[list[int], int]:
     turns: list[tuple[int, int]] = []
     for cpu in sorted(cpus):
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        core = tuple(parse_cpus(text(topology / "thread_siblings_list"))) or (cpu,)
+        core = tuple(parse(text(topology / "thread_siblings_list"))) or (cpu,)
         turns.append((used[core], cpu))
         used[core] += 1
     return [cpu for _, cpu in sorted(turns)], len(used)

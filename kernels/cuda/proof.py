@@ -18,6 +18,7 @@ from voltapile.kernels.cuda.launch import CudaWeight, Launcher
 from voltapile.kernels.cuda.links import ROOM, Links
 from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.group import Group
+from voltapile.shm import numa
 from voltapile.shm.segment import Segment, SegmentError
 
 REPEATS = 4  # of a pattern, for its speed
@@ -159,20 +160,8 @@ def _node(ops: Prover, group: Group, node: int) -> float:
 
 def cpu_nodes(folder: Path = NODE_FOLDER) -> list[int]:
     """Nodes with CPUs and memory: a GPU's memory may be a node too, and is none of them."""
-    try:
-        texts = [(folder / name).read_text() for name in ("has_cpu", "has_memory")]
-    except OSError:
-        return [0]
-    return sorted(set.intersection(*map(_numbers, texts)))
-
-
-def _numbers(text: str) -> set[int]:
-    """Of "0-2,8"."""
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+    own = numa.nodes_with("cpu", folder) & numa.nodes_with("memory", folder)
+    return sorted(own) or [0]
 
 
 def _shape(ops: Launcher, nbytes: int) -> tuple[tuple[int], np.int64]:

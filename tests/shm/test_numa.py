@@ -119,3 +119,8 @@ def test_calls_run_on_a_node(nodes: Path) -> None:
     assert seen[1][0] == before
     with pytest.raises(OSError, match="full"):
         numa.on_node(0, lambda: (_ for _ in ()).throw(OSError("full")))
+
+
+def test_lists_of_the_kernel() -> None:
+    assert numa.parse("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
+    assert numa.parse("\n") == []

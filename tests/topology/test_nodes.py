@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from voltapile.topology.nodes import memory_nodes, nearest, parse_cpus
-
-
-def test_parse_cpus() -> None:
-    assert parse_cpus("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
-    assert parse_cpus("\n") == []
+from voltapile.topology.nodes import memory_nodes, nearest
 
 
 def test_nearest(tmp_path: Path) -> None:
