@@ -6,6 +6,7 @@ Knows neither machines nor memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -49,7 +50,7 @@ def _with_rope(spec: Spec, choices: Mapping[str, str]) -> Spec:
     original = int(choices.get("rope_original", rope.original_context))
     if scaling not in SCALINGS:
         raise SpecError(f"--rope-scaling {scaling}: expected one of {', '.join(SCALINGS)}")
-    if factor < 1.0 or original < 1:
+    if not 1.0 <= factor < inf or original < 1:
         raise SpecError(
             f"--rope-scale {factor:g}, --yarn-orig-ctx {original}: expected 1 or more of each"
         )

@@ -45,9 +45,11 @@ def seen(machine: Machine, backend: Backend, options: Options) -> Machine:
     if options.devices and backend.in_vram:
         known = {gpu.index: gpu for gpu in gpus}
         for index in options.devices:
-            if index not in known or options.devices.count(index) > 1:
-                there = ", ".join(f"cuda:{each}" for each in known) or "no GPU"
-                raise PlanError(f"--device cuda:{index}: expected each once of {there}")
+            if index not in known:
+                there = ", ".join(f"cuda:{each}" for each in known) or "none"
+                raise PlanError(f"--device cuda:{index}: no such GPU; there is {there}")
+            if options.devices.count(index) > 1:
+                raise PlanError(f"--device cuda:{index}: named twice; a GPU takes one rank")
         gpus = [known[index] for index in options.devices]
     if backend.in_vram and (old := [gpu for gpu in gpus if gpu.arch < LEAST_ARCH]):
         raise PlanError(

@@ -97,6 +97,8 @@ class Engine:
             lambda f: progress("weights", f),
             self.shared,
         )
+        is_read = weights.is_uploaded or weights.copies_all
+        self.read_bytes = weights.total if is_read else 0  # the mapped file is read when it is used
         self.copied_bytes = weights.pages.nbytes if weights.pages else 0
         self.model = model_class(spec.architecture)(spec, self.share, weights, self.ops)
         progress("caches", 0.0)
@@ -336,7 +338,7 @@ def open_engine(
             told = partial(stages, "shared tensors")
             engine.shared = resources.enter_context(shared_tensors(plan, gguf, rank, group, told))
             engine.load(stages)
-            log.info("%s", stages.summary(gguf.tensor_bytes))
+            log.info("%s", stages.summary(engine.read_bytes))
             log.info("%s", comparison(engine.memory()))
             yield engine
         except MemoryError as error:

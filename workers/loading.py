@@ -25,12 +25,13 @@ class Stages:
         self._began.setdefault(stage, time.perf_counter())
         self._progress(stage, fraction)
 
-    def summary(self, weight_bytes: int) -> str:
+    def summary(self, read_bytes: int) -> str:
         """E.g. "loaded in 3.1 s: file 0.4 s, weights 2.5 s (2.0 GB/s), kernels 0.2 s"."""
         names, times = list(self._began), list(self._began.values())
         parts = []
         for name, begin, end in zip(names, times, times[1:], strict=False):
-            speed = f" ({weight_bytes / (end - begin) / 1e9:.1f} GB/s)" if name == "weights" else ""
+            is_read = name == "weights" and read_bytes
+            speed = f" ({read_bytes / (end - begin) / 1e9:.1f} GB/s)" if is_read else ""
             parts.append(f"{name} {end - begin:.1f} s{speed}")
         return f"loaded in {times[-1] - times[0]:.1f} s: {', '.join(parts)}"
 

@@ -51,6 +51,7 @@ def test_yarn_reaches_farther(mini: Path) -> None:
         ({"rope_scaling": "yarn"}, "--rope-scaling yarn needs --rope-scale"),
         ({"rope_scaling": "magic", "rope_scale": "2"}, "--rope-scaling magic: expected one of"),
         ({"rope_scale": "0.5"}, "--rope-scale 0.5, .*: expected 1 or more"),
+        ({"rope_scale": "nan"}, "--rope-scale nan, .*: expected 1 or more"),
         ({"compress_ratio": "4"}, "--compress-ratio 4: the file has no layer with an indexer"),
     ],
 )

@@ -179,8 +179,10 @@ def test_devices(gguf: Gguf, laptop: Machine) -> None:
     assert {each.tier for each in found.tensors.values()} == {"vram"}
     with pytest.raises(PlanError, match="--ranks 5: this machine has 4 GPU"):
         plan_of(gguf, computer, CUDA, ranks=5)
-    with pytest.raises(PlanError, match="--device cuda:7: expected each once of cuda:0, cuda:1"):
+    with pytest.raises(PlanError, match="--device cuda:7: no such GPU; there is cuda:0, cuda:1"):
         plan_of(gguf, computer, CUDA, devices=[0, 7])
+    with pytest.raises(PlanError, match="--device cuda:1: named twice"):
+        plan_of(gguf, computer, CUDA, devices=[1, 0, 1])
 
 
 # --- CPUs -----------------------------------------------------------------------------------------
