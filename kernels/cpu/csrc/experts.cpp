@@ -18,7 +18,7 @@ constexpr std::int64_t kFewTokens = 8;  // of which each thread sorts the pairs 
 constexpr std::int64_t kFewBytes = 192 << 10;  // if what they multiply with takes no more
 constexpr std::int64_t kWeightsCost = 4;  // reading an expert's rows costs as much as so many pairs
 
-// --- routing --------------------------------------------------------------------------------------
+// --- routing -------------------------------------------------------------------------------------
 
 // The `used` largest, largest first, equal ones by number. NaN is never larger.
 void choose(const float* logits, std::int64_t count, std::int64_t used, std::int32_t* chosen) {
@@ -71,7 +71,7 @@ void round_bf16(const RoundArgs& args, Team& team) {
   }
 }
 
-// --- grouping -------------------------------------------------------------------------------------
+// --- grouping ------------------------------------------------------------------------------------
 
 // Pairs of expert e are order[starts[e]] ... ; a pair is token * used + rank. place: of each pair
 // in order, -1 where its expert is not here.
@@ -108,7 +108,7 @@ void sort_pairs(const ExpertArgs& args, const Groups& groups) {
   groups.starts[0] = 0;  // ... and is put back
 }
 
-// --- experts --------------------------------------------------------------------------------------
+// --- experts -------------------------------------------------------------------------------------
 
 std::vector<Matrix> split(const Matrix& all, std::int64_t count) {
   std::vector<Matrix> experts(static_cast<std::size_t>(count), all);

@@ -23,7 +23,7 @@ const FamilyKernels& family_kernels() {
 
 namespace {
 
-// --- copies ---------------------------------------------------------------------------------------
+// --- copies --------------------------------------------------------------------------------------
 
 struct StreamsArgs {
   const float* x;
@@ -53,7 +53,7 @@ void split_heads(const SplitArgs& args, Team& team) {
   }
 }
 
-// --- n-grams --------------------------------------------------------------------------------------
+// --- n-grams -------------------------------------------------------------------------------------
 
 struct NGramRows final : Command {
   void run(Team& team) override {
@@ -88,7 +88,7 @@ struct NGramRows final : Command {
   Hashing hashing;
 };
 
-// --- keys of blocks -------------------------------------------------------------------------------
+// --- keys of blocks ------------------------------------------------------------------------------
 
 std::int64_t page_of(const Places& at, std::int64_t pages, std::int64_t token, std::int64_t page) {
   if (page < 0 || page >= at.table_width) return -1;
@@ -157,13 +157,14 @@ struct IndexStore final : Command {
   }
 
   void rotate(float* x, float position) const {
-    for (std::int64_t i = 0; i < args.pairs; ++i) {
+    const std::int64_t pairs = static_cast<std::int64_t>(inv_freq.size());
+    for (std::int64_t i = 0; i < pairs; ++i) {
       const double angle = position * inv_freq[static_cast<std::size_t>(i)];
       const float cosine = static_cast<float>(std::cos(angle)) * args.scale;
       const float sine = static_cast<float>(std::sin(angle)) * args.scale;
-      const float a = x[i], b = x[i + args.pairs];
+      const float a = x[i], b = x[i + pairs];
       x[i] = a * cosine - b * sine;
-      x[i + args.pairs] = a * sine + b * cosine;
+      x[i + pairs] = a * sine + b * cosine;
     }
   }
 
@@ -185,7 +186,7 @@ struct IndexStore final : Command {
   std::vector<float> inv_freq;
 };
 
-// --- choice of blocks -----------------------------------------------------------------------------
+// --- choice of blocks ----------------------------------------------------------------------------
 
 // Scores as integers in the same order: they are not negative (a NaN counts as the largest).
 std::uint32_t key_of(float score) {

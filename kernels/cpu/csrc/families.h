@@ -15,7 +15,7 @@ constexpr std::int64_t kIndexRing = 16;      // INDEX_RING
 constexpr std::int64_t kPieceInputs = 64;    // of a delta net that go through a head together
 constexpr std::int64_t kChosenRows = 16;     // most heads of a kv head computed together
 
-// --- elementwise ----------------------------------------------------------------------------------
+// --- elementwise ---------------------------------------------------------------------------------
 
 struct SiluArgs {
   float* x;  // x = silu(x * scale)
@@ -57,7 +57,7 @@ struct StreamAddArgs {
   std::int64_t tokens, count, width;
 };
 
-// --- states ---------------------------------------------------------------------------------------
+// --- states --------------------------------------------------------------------------------------
 
 // The tokens of a step by slot, and what tells how they go on with a state.
 struct StepView {
@@ -105,7 +105,7 @@ struct NGramArgs {
   float eps;
 };
 
-// --- attention to chosen blocks -------------------------------------------------------------------
+// --- attention to chosen blocks ------------------------------------------------------------------
 
 // ring [pages, kIndexRing, dim]; pooled [pages, dim, pitch]: a column for each block of the page.
 struct IndexLayout {
@@ -118,9 +118,7 @@ struct IndexLayout {
 struct IndexStoreArgs {
   const float* keys;  // [tokens, dim]
   const float* norm;  // [dim]
-  const float* inv_freq;
-  std::int64_t pairs;
-  float scale, eps;
+  float scale, eps;   // scale: of the rotation
   IndexLayout cache;
   Places at;
 };
@@ -171,7 +169,7 @@ extern const FamilyKernels families_avx512;
 #endif
 const FamilyKernels& family_kernels();  // of the instruction set in use
 
-// --- commands -------------------------------------------------------------------------------------
+// --- commands ------------------------------------------------------------------------------------
 
 // Throws std::invalid_argument where local_bytes do not hold a head.
 std::unique_ptr<Command> make_delta_net(const DeltaArgs& args,

@@ -23,7 +23,7 @@ std::int64_t dim(const A& x, std::size_t axis) {
   return static_cast<std::int64_t>(x.shape(axis));
 }
 
-// --- experts and gates ----------------------------------------------------------------------------
+// --- experts and gates ---------------------------------------------------------------------------
 
 void round_bf16(Engine& engine, Floats x, FloatsOut out) {
   engine.submit(make_round_bf16(x.data(), out.data(), size(x)), x, out);
@@ -69,7 +69,7 @@ void split_heads(Engine& engine, Floats x, std::int64_t width, FloatsOut first, 
                 x, first, second);
 }
 
-// --- states ---------------------------------------------------------------------------------------
+// --- states --------------------------------------------------------------------------------------
 
 // The arrays of a Batch that tell how a state goes on.
 struct StepArrays {
@@ -84,7 +84,8 @@ struct StepArrays {
 
 StepArrays step_of(nb::handle batch) {
   const nb::object kept = batch.attr("kept");
-  return {nb::cast<Ints>(batch.attr("slots"), false), nb::cast<Ints>(batch.attr("positions"), false),
+  return {nb::cast<Ints>(batch.attr("slots"), false),
+          nb::cast<Ints>(batch.attr("positions"), false),
           kept.is_none() ? std::optional<Ints>() : nb::cast<Ints>(kept, false),
           nb::cast<bool>(batch.attr("is_provisional"))};
 }
@@ -102,9 +103,10 @@ HistoryArrays history_of(const std::tuple<FloatsOut, FloatsOut, IntsOut>& arrays
   return {std::get<0>(arrays), std::get<1>(arrays), std::get<2>(arrays)};
 }
 
-void delta_net(Engine& engine, const std::vector<Floats>& inputs, const std::vector<Floats>& weights,
-               std::vector<std::int32_t> key_head_of, std::int64_t key_heads, float eps,
-               bool gates_by_sigmoid, const std::tuple<FloatsOut, FloatsOut, IntsOut>& history,
+void delta_net(Engine& engine, const std::vector<Floats>& inputs,
+               const std::vector<Floats>& weights, std::vector<std::int32_t> key_head_of,
+               std::int64_t key_heads, float eps, bool gates_by_sigmoid,
+               const std::tuple<FloatsOut, FloatsOut, IntsOut>& history,
                const std::vector<FloatsOut>& state, nb::handle batch, FloatsOut out) {
   const StepArrays step = step_of(batch);
   const HistoryArrays before = history_of(history);
@@ -133,7 +135,7 @@ void delta_net(Engine& engine, const std::vector<Floats>& inputs, const std::vec
                 before, state, step, out);
 }
 
-// --- residual streams -----------------------------------------------------------------------------
+// --- residual streams ----------------------------------------------------------------------------
 
 void streams(Engine& engine, Floats x, FloatsOut out) {
   engine.submit(make_streams(x.data(), dim(x, 0), dim(x, 1), dim(out, 1) / dim(x, 1), out.data()),
@@ -160,7 +162,7 @@ void stream_add(Engine& engine, FloatsOut x, Floats inject, Floats y) {
   engine.submit(make_call(family_kernels().stream_add, args), x, inject, y);
 }
 
-// --- n-grams --------------------------------------------------------------------------------------
+// --- n-grams -------------------------------------------------------------------------------------
 
 void ngram_rows(Engine& engine, nb::handle batch, std::vector<std::uint64_t> multipliers,
                 std::vector<std::uint64_t> moduli, std::vector<std::uint64_t> offsets,
@@ -205,7 +207,7 @@ void ngram_add(Engine& engine, FloatsOut x, Floats key, Floats value,
                 added, normed);
 }
 
-// --- attention to chosen blocks -------------------------------------------------------------------
+// --- attention to chosen blocks ------------------------------------------------------------------
 
 IndexLayout index_layout(const FloatsOut& ring, const FloatsOut& pooled, std::int64_t page_tokens,
                          std::int64_t block) {
@@ -220,7 +222,7 @@ void index_store(Engine& engine, FloatsOut ring, FloatsOut pooled, std::int64_t 
                  std::int64_t block, Floats keys, Floats norm, Floats inv_freq, float scale,
                  float eps, Ints slots, Ints positions, Ints table) {
   std::vector<float> frequencies(inv_freq.data(), inv_freq.data() + inv_freq.size());
-  const IndexStoreArgs args{keys.data(), norm.data(), nullptr, size(inv_freq), scale, eps,
+  const IndexStoreArgs args{keys.data(), norm.data(), scale, eps,
                             index_layout(ring, pooled, page_tokens, block),
                             places(slots, positions, table)};
   engine.submit(make_index_store(args, std::move(frequencies)), ring, pooled, keys, norm, slots,

@@ -56,7 +56,9 @@ inline Places places(const Ints& slots, const Ints& positions, const Ints& table
           static_cast<std::int64_t>(positions.size())};
 }
 
-inline const Matrix* matrix_of(nb::handle object) { return &nb::cast<MatrixObject&>(object).matrix; }
+inline const Matrix* matrix_of(nb::handle object) {
+  return &nb::cast<MatrixObject&>(object).matrix;
+}
 
 inline const float* data_or_null(const std::optional<Floats>& x) { return x ? x->data() : nullptr; }
 

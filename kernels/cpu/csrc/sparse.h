@@ -37,7 +37,7 @@ inline void score_pages(const ChooseArgs& args, std::int64_t token, std::int64_t
   }
 }
 
-// --- what a token sees ----------------------------------------------------------------------------
+// --- what a token sees ---------------------------------------------------------------------------
 
 constexpr std::int64_t kPieceSpans = 64;
 
@@ -203,7 +203,7 @@ inline void write_token(const ChosenArgs& args, const Shape& shape, const Chosen
   }
 }
 
-// --- sharing --------------------------------------------------------------------------------------
+// --- sharing -------------------------------------------------------------------------------------
 
 constexpr std::int64_t kFewTokens = 8;  // of which threads share the pieces, not the items
 
