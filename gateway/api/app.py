@@ -22,6 +22,7 @@ from voltapile.gateway.api.health import health, metrics_text
 from voltapile.gateway.api.messages import count_tokens, messages
 from voltapile.gateway.api.models import get_model, list_models
 from voltapile.gateway.api.native import completion
+from voltapile.gateway.api.openapi import openapi
 from voltapile.gateway.api.props import apply_template, props, slots
 from voltapile.gateway.api.services import SERVICES, Services, given_key
 from voltapile.gateway.api.tokenize import detokenize, tokenize
@@ -33,7 +34,7 @@ from voltapile.topology.plan import Plan
 
 MAX_BODY_BYTES = 32 << 20
 SHUTDOWN_SECONDS = 2.0  # open connections have so long after their streams were stopped
-OPEN_PATHS = ("/health", "/v1/health")  # no key needed
+OPEN_PATHS = ("/health", "/v1/health", "/openapi.json")  # no key needed
 
 
 def make_app(
@@ -118,6 +119,7 @@ def _add_routes(app: web.Application, with_metrics: bool) -> None:
     route.add_post("/v1/messages", messages)
     route.add_post("/v1/messages/count_tokens", count_tokens)
     route.add_post("/completion", completion)
+    route.add_get("/openapi.json", openapi)
     route.add_get("/props", props)
     route.add_get("/slots", slots)
     route.add_post("/apply-template", apply_template)

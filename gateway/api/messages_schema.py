@@ -37,6 +37,8 @@ def messages_request(body: bytes, vocab_size: int) -> MessagesRequest:
     options = read_options(
         Fields(taken), default_tokens=UNLIMITED, logprobs=-1, vocab_size=vocab_size
     )
+    if fields.values.get("stop_sequences") is not None:
+        fields.list("stop_sequences")
     given = fields.list("messages")
     if not given:
         raise bad_request("'messages' must not be empty", "messages")

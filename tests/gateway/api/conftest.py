@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import io
 import json
 from collections.abc import AsyncIterator, Callable
@@ -62,7 +63,7 @@ class ScriptedStream(Stream):
         while self.script and not self.cancelled.is_set():
             step = self.script.pop(0)
             if isinstance(step, Chunk):
-                self.put(step)
+                self.put(copy.deepcopy(step))  # a stream merges what comes into what nobody took
                 await asyncio.sleep(0)  # the reader takes each by itself
             elif isinstance(step, Exception):
                 self.failure = step

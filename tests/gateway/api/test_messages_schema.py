@@ -130,6 +130,8 @@ CALL = {"type": "tool_use", "id": "t", "name": "ls", "input": "{}"}
         ({"thinking": 5}, "thinking"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
         ({"temperature": "warm"}, "temperature"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stop_sequences": [5]}, "stop_sequences"),
     ],
 )
 def test_bad_fields(fields, param):
