@@ -12,9 +12,22 @@ __all__ = ["INSTANCES", "Instance"]
 
 
 def _instances() -> list[Instance]:
-    from voltapile.kernels.cuda import attention, dummy, group, heads, matmul, rows, sampling
+    from voltapile.kernels.cuda import (
+        attention,
+        delta,
+        dummy,
+        experts,
+        group,
+        heads,
+        matmul,
+        rows,
+        sampling,
+        sparse,
+        streams,
+    )
 
-    modules = rows, sampling, dummy, matmul, attention, heads, group
+    dense = rows, sampling, dummy, matmul, attention, heads, group
+    modules = *dense, experts, delta, streams, sparse
     found = [instance for module in modules for instance in module.INSTANCES]
     assert len(set(found)) == len(found), "an instance is listed twice"
     return found

@@ -16,29 +16,63 @@ struct Heads {
   __device__ int channels() const { return (2 * keys + values) * DIM; }
 };
 
-// What a lane of delta_step needs of one token: its part of k and q, its value, and the head's two
-// gates before they become numbers between 0 and 1.
-struct Inputs {
-  float4 k[FOURS], q[FOURS];
-  float v, b, a;
+// What a block of delta_step needs of a token, in shared memory; BATCH of them are read at once.
+constexpr int BATCH = 8;
+struct Token {
+  float4 q[DIM / 4], k[DIM / 4], v[COLUMNS / 4];
+  float b, a;  // the head's two gates before they become numbers between 0 and 1
+};
+constexpr int PIECES = DIM / 2 + COLUMNS / 4;  // float4 of q, k and v
+constexpr int TURNS = (BATCH * PIECES + 127) / 128;
 
-  __device__ __forceinline__ void load(const float* c, const float* b_at, const float* a_at,
-                                       int q_from, int k_from, int v_at) {
+// Where `count` tokens lie, and how far apart.
+struct Run {
+  const float *c, *b, *a;  // of the first
+  int count, channels, value_heads;
+};
+struct Where {
+  int q, k, v;  // channels of a block's
+};
+
+// What a thread has read of a batch from token `first` on.
+struct Reader {
+  float4 held[TURNS];
+  float b, a;
+
+  __device__ __forceinline__ void read(const Run& run, const Where& where, int first) {
 #pragma unroll
-    for (int i = 0; i < FOURS; ++i) {
-      k[i] = *reinterpret_cast<const float4*>(c + k_from + 16 * i);
-      q[i] = *reinterpret_cast<const float4*>(c + q_from + 16 * i);
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int at = turn * 128 + threadIdx.x, token = first + at / PIECES, piece = at % PIECES;
+      const int channel = piece < DIM / 4   ? where.q + 4 * piece
+                          : piece < DIM / 2 ? where.k + 4 * piece - DIM
+                                            : where.v + 4 * piece - 2 * DIM;
+      if (at < BATCH * PIECES && token < run.count)
+        held[turn] = *reinterpret_cast<const float4*>(
+            run.c + static_cast<long long>(token) * run.channels + channel);
     }
-    v = c[v_at], b = *b_at, a = *a_at;
+    const int token = first + threadIdx.x;
+    if (threadIdx.x < BATCH && token < run.count)
+      b = run.b[token * run.value_heads], a = run.a[token * run.value_heads];
+  }
+  __device__ __forceinline__ void put(Token* tokens) const {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int at = turn * 128 + threadIdx.x;
+      if (at < BATCH * PIECES)
+        reinterpret_cast<float4*>(tokens + at / PIECES)[at % PIECES] = held[turn];
+    }
+    if (threadIdx.x < BATCH) tokens[threadIdx.x].b = b, tokens[threadIdx.x].a = a;
   }
 };
 
-__device__ __forceinline__ float dot(const float4 (&x)[FOURS], const float4 (&y)[FOURS]) {
+// y: from the lane's part on.
+__device__ __forceinline__ float dot(const float4 (&x)[FOURS], const float4* y) {
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
   for (int i = 0; i < FOURS; ++i) {
-    sum.x = fmaf(x[i].x, y[i].x, sum.x), sum.y = fmaf(x[i].y, y[i].y, sum.y);
-    sum.z = fmaf(x[i].z, y[i].z, sum.z), sum.w = fmaf(x[i].w, y[i].w, sum.w);
+    const float4 own = y[4 * i];
+    sum.x = fmaf(x[i].x, own.x, sum.x), sum.y = fmaf(x[i].y, own.y, sum.y);
+    sum.z = fmaf(x[i].z, own.z, sum.z), sum.w = fmaf(x[i].w, own.w, sum.w);
   }
   float all = (sum.x + sum.y) + (sum.z + sum.w);
   all += __shfl_xor_sync(ALL, all, 1);  // four lanes have a column
@@ -46,19 +80,45 @@ __device__ __forceinline__ float dot(const float4 (&x)[FOURS], const float4 (&y)
 }
 
 // The column's part of the state goes on by a token; returns its output.
-__device__ __forceinline__ float go_on(float4 (&s)[FOURS], const Inputs& in, float rate, float dt) {
+__device__ __forceinline__ float go_on(float4 (&s)[FOURS], const Token& in, int column, int part,
+                                       float rate, float dt) {
   const float x = in.a + dt;
   const float decay = expf(rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)))));
 #pragma unroll
   for (int i = 0; i < FOURS; ++i)
     s[i].x *= decay, s[i].y *= decay, s[i].z *= decay, s[i].w *= decay;
-  const float error = sigmoid(in.b) * (in.v - dot(s, in.k));
+  const float value = reinterpret_cast<const float*>(in.v)[column];
+  const float error = sigmoid(in.b) * (value - dot(s, in.k + part));
 #pragma unroll
   for (int i = 0; i < FOURS; ++i) {
-    s[i].x = fmaf(in.k[i].x, error, s[i].x), s[i].y = fmaf(in.k[i].y, error, s[i].y);
-    s[i].z = fmaf(in.k[i].z, error, s[i].z), s[i].w = fmaf(in.k[i].w, error, s[i].w);
+    const float4 k = in.k[4 * i + part];
+    s[i].x = fmaf(k.x, error, s[i].x), s[i].y = fmaf(k.y, error, s[i].y);
+    s[i].z = fmaf(k.z, error, s[i].z), s[i].w = fmaf(k.w, error, s[i].w);
   }
-  return dot(s, in.q);
+  return dot(s, in.q + part);
+}
+
+// Over a run of tokens; out: of the column at the first of them, or null. The whole block calls.
+__device__ __forceinline__ void go_through(float4 (&s)[FOURS], Token (*tokens)[BATCH],
+                                           const Run& run, const Where& where, float* out,
+                                           int out_stride, float rate, float dt) {
+  const int part = threadIdx.x & 3, column = threadIdx.x / 4;
+  Reader reader;
+  reader.read(run, where, 0);
+  __syncthreads();  // what was read may be overwritten
+  reader.put(tokens[0]);
+  __syncthreads();
+  for (int first = 0, turn = 0; first < run.count; first += BATCH, turn ^= 1) {
+    const bool goes_on = first + BATCH < run.count;
+    if (goes_on) reader.read(run, where, first + BATCH);
+    const int count = min(BATCH, run.count - first);
+    for (int i = 0; i < count; ++i) {
+      const float y = go_on(s, tokens[turn][i], column, part, rate, dt);
+      if (part == 0 && out != nullptr) out[static_cast<long long>(first + i) * out_stride] = y;
+    }
+    if (goes_on) reader.put(tokens[turn ^ 1]);
+    __syncthreads();
+  }
 }
 
 }  // namespace voltapile
@@ -115,47 +175,40 @@ delta_step(const float* c, const float* c_log, const float* b, const float* a, c
            const float* a_log, const float* rate, const float* dt, const int* key_head_of,
            float* matrices, const int* stands, const int* slots, float* out, int tokens,
            int key_heads, int value_heads, int is_provisional) {
+  __shared__ Token held[2][BATCH];
   grid_launch();
   grid_wait();
   const int first = find_row(slots, tokens, blockIdx.y);
   if (first < 0) return;
+  const int length = row_length(slots, tokens, first);
   const Heads heads{key_heads, value_heads};
   constexpr int SLICES = DIM / COLUMNS;
-  const int head = blockIdx.x / SLICES, column = blockIdx.x % SLICES * COLUMNS + threadIdx.x / 4;
-  const int part = threadIdx.x & 3, slot = slots[first], channels = heads.channels();
-  const int q_from = key_head_of[head] * DIM + 4 * part, k_from = q_from + key_heads * DIM;
-  const int v_at = (2 * key_heads + head) * DIM + column, found = stands[slot];
-  const float own_rate = rate[head], own_dt = dt[head];
+  const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES * COLUMNS;
+  const int column = slice + threadIdx.x / 4, part = threadIdx.x & 3, slot = slots[first];
+  const int channels = heads.channels(), found = stands[slot], q = key_head_of[head] * DIM;
+  const Where where{q, q + key_heads * DIM, (2 * key_heads + head) * DIM + slice};
   float4* matrix = reinterpret_cast<float4*>(
       matrices + ((static_cast<long long>(slot) * value_heads + head) * DIM + column) * DIM);
   float4 s[FOURS];
 #pragma unroll
   for (int i = 0; i < FOURS; ++i)
     s[i] = found == FRESH ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : matrix[4 * i + part];
-  Inputs in;
-  for (int i = 0; i < found; ++i) {
-    const long long place = static_cast<long long>(slot) * WINDOW + i;
-    in.load(c_log + place * channels, b_log + place * value_heads + head,
-            a_log + place * value_heads + head, q_from, k_from, v_at);
-    go_on(s, in, own_rate, own_dt);
-  }
+  const long long logged = static_cast<long long>(slot) * WINDOW;
+  if (found > 0)
+    go_through(s, held,
+               {c_log + logged * channels, b_log + logged * value_heads + head,
+                a_log + logged * value_heads + head, found, channels, value_heads},
+               where, nullptr, 0, rate[head], dt[head]);
   if (is_provisional) {
 #pragma unroll
     for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
   }
-  const auto load = [&](int t) {
-    in.load(c + static_cast<long long>(t) * channels, b + t * value_heads + head,
-            a + t * value_heads + head, q_from, k_from, v_at);
-  };
-  load(first);
-  bool is_in = true;
-  for (int t = first; is_in; ++t) {
-    const Inputs own = in;
-    is_in = t + 1 < tokens && slots[t + 1] == slot;
-    if (is_in) load(t + 1);  // ahead
-    const float y = go_on(s, own, own_rate, own_dt);
-    if (part == 0) out[(static_cast<long long>(t) * value_heads + head) * DIM + column] = y;
-  }
+  const long long row = first;
+  go_through(s, held,
+             {c + row * channels, b + row * value_heads + head, a + row * value_heads + head,
+              length, channels, value_heads},
+             where, out + (row * value_heads + head) * DIM + column, value_heads * DIM, rate[head],
+             dt[head]);
   if (!is_provisional) {
 #pragma unroll
     for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
