@@ -67,7 +67,7 @@ def part_of(tensor: Tensor, spec: Spec, share: Share) -> Part:
         split = "rows"
     is_cut = columns != ((0, width),) or (len(tensor.shape) == 3 and rows != ((0, length),))
     is_copied = is_cut or (len(rows) > 1 and _has_delta(tensor.name, spec))
-    is_copied |= ".ffn_gate_up_exps." in tensor.name  # taken apart
+    is_copied |= tensor.name.split(".")[2:3] in (["ffn_gate_up_exps"], ["ssm_in"])  # taken apart
     size = _bytes(tensor, experts, rows, columns)
     return Part(split, experts, rows, columns, size, is_copied and size > 0)
 

@@ -129,6 +129,12 @@ class FileWeights:
         assert part.rows, f"this rank has nothing of {name}"
         return self._take(name, part.rows, part.column_parts)
 
+    def rows(self, name: str, ranges: Sequence[Range]) -> Weight | None:
+        """Some of the rows that this rank has, copied."""
+        if name not in self.gguf.tensors:
+            return None
+        return self._take(name, tuple(ranges), self._part(name).column_parts)
+
     def first_column(self, name: str) -> int:
         return self._part(name).columns[0]
 

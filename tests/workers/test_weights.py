@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from voltapile.shm.gguf import Gguf, Tensor
 from voltapile.topology.architectures import spec_of
 from voltapile.topology.share import tensor_shares, whole
 from voltapile.workers.models.blocks import qkv
+from voltapile.workers.models.hybrid import DeltaNet
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.weights import FileWeights
 
@@ -166,6 +168,51 @@ def test_the_factor_of_a_tensor_is_in_another_one(mini: Path, factors: np.ndarra
     np.testing.assert_array_equal(ops.dense(found), expected.astype(np.float32))
     with pytest.raises(ValueError, match="has a scale, which the plain backend does not compute"):
         FileWeights(file, PlainOps(), spec, share)("blk.0.ffn_up_exps.weight")  # type: ignore[arg-type]
+
+
+class OlderFile:
+    """A qwen3next file with ssm_in instead of attn_qkv and attn_gate: by key head q, k, v, z."""
+
+    def __init__(self, file: Gguf, spec: Any) -> None:
+        self.file, self.path, self.metadata = file, file.path, file.metadata
+        delta, blk = spec.delta, "blk.0"
+        raw = [self._rows(f"{blk}.{name}.weight") for name in ("attn_qkv", "attn_gate")]
+        dim, keys = delta.head_dim, delta.key_heads * delta.head_dim
+        values = delta.value_heads * dim
+        q, k, v = np.split(raw[0], [keys, 2 * keys])
+        by_head = [part.reshape(delta.key_heads, -1, part.shape[1]) for part in (q, k, v, raw[1])]
+        self.ssm_in = np.concatenate(by_head, axis=1).reshape(2 * (keys + values), -1)
+        one = file.tensors[f"{blk}.attn_qkv.weight"]
+        shape = len(self.ssm_in), one.shape[1]
+        own = dataclasses.replace(one, name=SSM_IN, shape=shape, nbytes=self.ssm_in.nbytes)
+        gone = f"{blk}.attn_qkv.weight", f"{blk}.attn_gate.weight"
+        self.tensors = {n: each for n, each in file.tensors.items() if n not in gone}
+        self.tensors[SSM_IN] = own
+
+    def _rows(self, name: str) -> np.ndarray:
+        return self.file.data(name).reshape(self.file.tensors[name].shape[0], -1)
+
+    def data(self, name: str) -> np.ndarray:
+        return self.ssm_in.reshape(-1) if name == SSM_IN else self.file.data(name)
+
+
+SSM_IN = "blk.0.ssm_in.weight"
+
+
+@pytest.mark.parametrize("heads", [[0], [1], [0, 1]])
+def test_projections_of_older_files(mini: Path, heads: list[int]) -> None:
+    with Gguf.open(mini / "qwen3next/model-f16.gguf") as file:
+        spec, ops = spec_of(file), ReferenceOps()
+        assert spec.delta is not None
+        ratio = spec.delta.value_heads // spec.delta.key_heads
+        values = [head * ratio + i for head in heads for i in range(ratio)]
+        share = msgspec.structs.replace(whole(spec), key_heads=heads, value_heads=values)
+        new, old = (
+            DeltaNet(spec, share, FileWeights(each, ops, spec, share), 0, ops)  # type: ignore[arg-type]
+            for each in (file, OlderFile(file, spec))
+        )
+        for one, other in zip(new.projections, old.projections, strict=True):
+            np.testing.assert_array_equal(ops.dense(one), ops.dense(other))
 
 
 class PlainOps:

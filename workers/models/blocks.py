@@ -30,6 +30,9 @@ class Weights(Protocol):
     def merged(self, name: str) -> Weight:
         """This rank's rows of a tensor, one behind another, where they are not neighbours."""
 
+    def rows(self, name: str, ranges: Sequence[Range]) -> Weight | None:
+        """These rows of a tensor, one behind another; None if the file has no such tensor."""
+
     def first_column(self, name: str) -> int:
         """Where this rank's columns begin: at a quantisation block, so maybe before its own."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol, cast
 
 from voltapile.kernels.families import DeltaShape, DeltaWeights, FamilyOps
-from voltapile.kernels.ops import Array, Batch, Ops
+from voltapile.kernels.ops import Array, Batch, Ops, Weight
 from voltapile.topology.share import Share
 from voltapile.topology.spec import DeltaNet as DeltaSpec
 from voltapile.topology.spec import Spec
@@ -116,8 +116,8 @@ class DeltaNet:
         self.ssm_out = Sum(share, None, weights, f"{blk}.ssm_out", ops)
         if not self.shape.value_heads:
             return
-        names = ("attn_qkv", "attn_gate", *_scalars(spec.delta))
-        self.projections = [weights.merged(f"{blk}.{name}.weight") for name in names]
+        scalars = [weights.merged(f"{blk}.{name}.weight") for name in _scalars(spec.delta)]
+        self.projections = [*_inputs(spec.delta, share, weights, blk), *scalars]
         self.weights = DeltaWeights(
             conv1d=weights.merged(f"{blk}.ssm_conv1d.weight"),
             a=weights.merged(f"{blk}.ssm_a"),
@@ -157,6 +157,19 @@ def delta_shape(delta: DeltaSpec, share: Share, eps: float) -> DeltaShape:
         gate=delta.gate,
         eps=eps,
     )
+
+
+def _inputs(delta: DeltaSpec, share: Share, weights: Weights, blk: str) -> list[Weight]:
+    """The projections to q, k, v and to the gate; older files have them by key head in one."""
+    dim, values = delta.head_dim, delta.value_heads // delta.key_heads * delta.head_dim
+    sizes, starts = (dim, dim, values, values), (0, dim, 2 * dim, 2 * dim + values)
+    q, k, v, z = (
+        [(head * sum(sizes) + start, head * sum(sizes) + start + size) for head in share.key_heads]
+        for start, size in zip(starts, sizes, strict=True)
+    )
+    both = [weights.rows(f"{blk}.ssm_in.weight", rows) for rows in (q + k + v, z)]
+    found = [weight for weight in both if weight is not None]
+    return found or [weights.merged(f"{blk}.{name}.weight") for name in ("attn_qkv", "attn_gate")]
 
 
 def _scalars(delta: DeltaSpec) -> tuple[str, ...]:
