@@ -27,6 +27,7 @@ from voltapile.workers.engine import Engine, open_engine
 from voltapile.workers.protocol import Row, Step
 
 MODELS = ["llama", "qwen3", "gemma3"]
+FAMILIES = ["qwen3moe", "qwen3next", "qwen35", "qwen35moe", "qwen4exp"]
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def load(plan: Plan) -> None:
         pass
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *FAMILIES])
 def test_no_more_is_taken_than_planned(gpu: Any, planned: Callable[..., Plan], model: str) -> None:
     chosen = planned(model)
     memory = chosen.ranks[0].memory
@@ -69,7 +70,8 @@ def test_no_more_is_taken_than_planned(gpu: Any, planned: Callable[..., Plan], m
         taken = engine.ops.device.taken
         assert 0 < taken["weights"] <= memory["weights"]
         assert memory["scratch"] <= taken["scratch"] < memory["scratch"] + 256
-        assert 0 < taken["caches and slots"] <= memory["kv"] + memory["slots"] + (64 << 20)
+        lasting = memory["kv"] + memory["slots"] + memory.get("state", 0)
+        assert 0 < taken["caches and slots"] <= lasting + (64 << 20)
         assert sum(taken.values()) <= sum(memory.values())
         requests = len(gpu.requests)
         steps(engine)
