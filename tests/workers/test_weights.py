@@ -11,11 +11,13 @@ import gguf
 import msgspec
 import numpy as np
 import pytest
+from voltapile.kernels.reference.families import ReferenceFamilyOps
 from voltapile.kernels.reference.ops import ReferenceOps, dequantize
 from voltapile.shm.gguf import Gguf, Tensor
 from voltapile.topology.architectures import spec_of
 from voltapile.topology.share import tensor_shares, whole
 from voltapile.workers.models.blocks import qkv
+from voltapile.workers.models.experts import ExpertFFN
 from voltapile.workers.models.hybrid import DeltaNet
 from voltapile.workers.models.registry import model_class
 from voltapile.workers.weights import FileWeights
@@ -213,6 +215,43 @@ def test_projections_of_older_files(mini: Path, heads: list[int]) -> None:
         )
         for one, other in zip(new.projections, old.projections, strict=True):
             np.testing.assert_array_equal(ops.dense(one), ops.dense(other))
+
+
+class FusedFile:
+    """A file whose experts have gate and up in one tensor."""
+
+    def __init__(self, file: Gguf) -> None:
+        self.file, self.path, self.metadata = file, file.path, file.metadata
+        names = [f"blk.0.ffn_{name}_exps.weight" for name in ("gate", "up")]
+        one = file.tensors[names[0]]
+        count, ffn, width = one.shape
+        both = [file.data(name).reshape(count, ffn, -1) for name in names]
+        self.fused = np.concatenate(both, axis=1)
+        own = dataclasses.replace(one, shape=(count, 2 * ffn, width), nbytes=2 * one.nbytes)
+        self.tensors = {n: each for n, each in file.tensors.items() if n not in names}
+        self.tensors[GATE_UP] = own
+
+    def data(self, name: str) -> np.ndarray:
+        return self.fused.reshape(-1) if name == GATE_UP else self.file.data(name)
+
+
+GATE_UP = "blk.0.ffn_gate_up_exps.weight"
+
+
+@pytest.mark.parametrize("part", [(0, 32), (0, 16), (16, 32)])
+def test_gate_and_up_in_one_tensor(mini: Path, part: tuple[int, int]) -> None:
+    """Of some experts, whole or a part of each."""
+    with Gguf.open(mini / "qwen3moe/model-f16.gguf") as file:
+        spec, ops = spec_of(file), ReferenceFamilyOps()
+        share = msgspec.structs.replace(whole(spec), experts=(2, 9), expert_ffn=part)
+        plain, fused = (
+            ExpertFFN(spec, share, FileWeights(each, ops, spec, share), 0, ops).table  # type: ignore[arg-type]
+            for each in (file, FusedFile(file))
+        )
+        for name in ("gate", "up", "down"):
+            one, other = (ops.dense(getattr(table, name)) for table in (plain, fused))
+            np.testing.assert_array_equal(one, other)
+        assert ops.dense(plain.gate).shape == (7, part[1] - part[0], 64)
 
 
 class PlainOps:
