@@ -2,6 +2,7 @@
 
 import anthropic
 import pytest
+from voltapile.gateway.request import Chunk
 from voltapile.gateway.template import ChatTemplate
 
 SOURCE = (
@@ -134,3 +135,53 @@ async def test_tools_count(api):
 async def test_bad_tools(api, fields, what):
     with pytest.raises(anthropic.BadRequestError, match=what):
         await whole(api, extra_body=fields)
+
+
+async def test_pings_while_a_call_is_held_back(serve, engine):
+    """Nothing shows of what may become a marker; silence is counted from the last event."""
+    client = await serve(keepalive_seconds=0.05)
+    engine.say("Well <tool_")
+    engine.script[-1:] = [0.3]
+    data = CALL.removeprefix("<tool_").encode()
+    engine.script += [Chunk([*data]), Chunk([257], finish="stop")]
+    body = ASKED | {"tools": [TOOL], "stream": True}
+    async with client.post("/v1/messages", json=body) as response:
+        said = (await response.read()).decode()
+    before, _, after = said.partition("event: ping\n")
+    assert '"text":"l"' in before
+    assert '"name":"look"' in after
+    assert "tool_call" not in said
+    assert '"stop_reason":"tool_use"' in after
+
+
+async def test_the_shape_of_claude_codes_requests(serve, engine):
+    client = await serve(api_keys=["secret"])
+    engine.say(CALL)
+    cache = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    header = "x-anthropic-billing-header: cc_version=2.1.15.a; cc_entrypoint=cli; cch=0f;"
+    body = {
+        "model": "claude-opus-4-6",
+        "max_tokens": 32000,
+        "stream": True,
+        "temperature": 1,
+        "system": [{"type": "text", "text": header}, {"type": "text", "text": "Code."} | cache],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"} | cache]},
+        ],
+        "tools": [TOOL | cache | {"eager_input_streaming": True}],
+        "metadata": {"user_id": "user_x_account__session_y"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "medium"},
+    }
+    headers = {
+        "Authorization": "Bearer secret",
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
+    }
+    async with client.post("/v1/messages?beta=true", json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        said = (await response.read()).decode()
+    assert said.startswith("event: message_start\n")
+    assert said.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+    assert prompt(engine).startswith("[look] <tool_call></tool_call>system:Code.;user:")
