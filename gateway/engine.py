@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
-from voltapile.gateway.crew import UNHEARD, Crew, Progress
+from voltapile.gateway.crew import UNHEARD, Crew
+from voltapile.gateway.health import EngineStats, EngineUnavailable, Health
 from voltapile.gateway.request import Chunk, Refused, Request
 from voltapile.gateway.scheduler import Scheduler
 from voltapile.gateway.stream import Stream
@@ -41,47 +42,10 @@ __all__ = ["Chunk", "Engine", "EngineStats", "EngineUnavailable", "Health", "Ref
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 5  # what a client that gets 503 is told
 RACE_SECONDS = 2.0  # a Ready that crossed the first Step on its way is at most this late
 WATCH_SECONDS = 0.25
 LAST_WORDS_SECONDS = 0.05  # a dead worker's last message may still be on its way
 SILENT_STEP_SECONDS = 600.0  # longest Step of a worker that has no heartbeat
-
-
-class EngineUnavailable(Exception):
-    """No worker can take new requests now (HTTP 503). retry_after: seconds."""
-
-    def __init__(self, reason: str, retry_after: int = RETRY_SECONDS) -> None:
-        super().__init__(reason)
-        self.retry_after = retry_after
-
-
-@dataclass(frozen=True)
-class Health:
-    status: str  # "loading" | "ok" | "failed"
-    stage: str = ""  # while loading
-    fraction: float = 0.0
-    reason: str = ""  # why it failed, or why it is loading again
-    ranks: tuple[Progress, ...] = ()  # while loading, where there are several
-
-
-@dataclass
-class EngineStats:
-    """Counters for /metrics; a snapshot from Engine.stats()."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts, not computed again
-    preemptions: int = 0
-    steps: int = 0
-    restarts: int = 0
-    step_seconds: float = 0.0  # of the last step, by the worker's clock
-    busy_seconds: float = 0.0  # sum of all steps' seconds
-    running: int = 0
-    waiting: int = 0
-    pages_free: int = 0
-    pages_total: int = 0
 
 
 class Engine:
@@ -314,11 +278,13 @@ class Engine:
     def _take_failed(self, name: str, failed: Failed) -> None:
         if failed.step >= 0 and not self._was_ready:
             return  # it follows from what another rank met while loading, and tells itself
+        if failed.cause == "gone" and self._supervisor is not None:
+            return  # whose process that was sees how it has ended, and tells _keep_alive
         self._failure = " ".join(failed.reason.split()) or f"{name} failed without a reason"
         if failed.step < 0 and not self._was_ready:
             self._give_up(self._failure)  # what cannot be loaded now cannot be loaded later
         else:
-            self._lose(self._failure)
+            self._lose(self._failure, KILL if failed.cause == "stopped" else FAULT)
 
     def _reset(self, reason: str, weight: int = FAULT) -> None:
         log.warning("worker lost: %s", reason)

@@ -164,13 +164,7 @@ class Board:
         health = self.health(rank)
         if not health.pid or health.age > max_age:
             return False
-        try:
-            os.kill(health.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
+        return exists(health.pid)
 
     def heartbeat_address(self, rank: int) -> int:
         """Where code outside Python writes its heartbeat (uint64)."""
@@ -228,6 +222,17 @@ class Board:
         assert 0 <= rank < self.num_ranks
         kind, offset = _RANK.fields[name][:2]  # type: ignore[index]
         return self.segment.array(np.uint8, (kind.itemsize,), _STRIDE * (rank + 1) + offset)
+
+
+def exists(pid: int) -> bool:
+    """Whether there is such a process, be it one that nobody has waited for."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _clip(text: str, size: int) -> bytes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import secrets
 import time
 import zlib
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from voltapile.kernels.group import GroupError
-from voltapile.shm.board import HANDLE_BYTES, HANDLES, Board
+from voltapile.shm.board import HANDLE_BYTES, HANDLES, Board, exists
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ class BoardGroup:
 
     def _check_life(self, other: int, waited: float) -> None:
         health = self._board.health(other)
-        if health.pid and not _exists(health.pid):
+        if health.pid and not exists(health.pid):
             raise GroupError(f"rank {self.rank} waited for rank {other}, whose process has ended")
         if waited > self.seconds and health.age > self.seconds:
             raise GroupError(
@@ -174,13 +173,3 @@ def meet(
     group.meet(start_seconds)
     log.info("rank %d has met %d ranks as %s", rank, group.ranks, group.name)
     return group
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -89,7 +89,7 @@ class Worker:
         self.parent = os.getppid()
         self.is_connected = self.is_greeted = self.is_ending = False
         self.is_asked = False  # by message to end, as all ranks are
-        self.reason = ""  # why the group ends
+        self.reason = self.cause = ""  # why the group ends; as in Failed
         self.step_id = -1  # of the oldest Step, or the last one; while loading -1
         self.pending: deque[Pending] = deque()  # oldest first
         self.progress_at = 0.0  # when the oldest became the oldest
@@ -134,7 +134,8 @@ class Worker:
         self.socket.linger = LAST_WORDS_MS
         self.is_connected = True  # or soon: a file that is not there is found out faster
         reason = self.reason or describe(error)
-        self._say(Failed(name=self.name, step=self.step_id, reason=reason))
+        failed = Failed(name=self.name, step=self.step_id, reason=reason, cause=self.cause)
+        self._say(failed)
 
     # --- start ----------------------------------------------------------------------------
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -160,6 +161,7 @@ class Worker:
             raise
         except Exception as error:
             self.reason = self.seat.leave(describe(error))
+            self.cause = self.seat.cause() if isinstance(error, GroupError) else ""
             board.publish(self.rank, "failed", describe(error))
             raise
         finally:

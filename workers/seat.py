@@ -10,7 +10,7 @@ import contextlib
 import time
 
 from voltapile.kernels.group import GroupError
-from voltapile.shm.board import Board
+from voltapile.shm.board import Board, exists
 from voltapile.shm.segment import SegmentError
 
 MATE_SECONDS = 60.0  # without a sign of life after which a rank is given up by the others
@@ -43,6 +43,14 @@ class Seat:
         if self.board.aborted is None:
             self.board.abort(f"rank {self.rank}: {reason}")
         return self.board.aborted or reason
+
+    def cause(self) -> str:
+        """Why the group ends, as in Failed: what has become of the others."""
+        mates = [self.board.health(rank) for rank in self.others]
+        if any(mate.state == "stopped" for mate in mates):
+            return "stopped"
+        silent = (mate.pid for mate in mates if mate.state != "failed")
+        return "gone" if any(pid and not exists(pid) for pid in silent) else ""
 
     def check_mates(self) -> None:
         """Is everybody there whom the next Step needs? Raises GroupError."""

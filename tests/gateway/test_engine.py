@@ -16,6 +16,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from voltapile.gateway.engine import Engine, EngineUnavailable, Refused
+from voltapile.gateway.request import State
 from voltapile.gateway.stream import Stream
 from voltapile.gateway.supervisor import Restarts, Supervisor
 from voltapile.topology.plan import CacheGroup, Plan, RankPlan, plan_id, to_json
@@ -481,6 +482,29 @@ async def test_a_rank_that_ends_because_another_cannot_load(plan: Plan) -> None:
     assert engine.health.status == "loading"
     engine._handle("text-0", Failed(name="text-0", reason="no room"))
     assert (engine.health.status, engine.health.reason) == ("failed", "no room")
+
+
+@pytest.mark.parametrize(("cause", "losses"), [("", 2), ("gone", 2), ("stopped", 6)])
+async def test_what_a_loss_counts_follows_its_cause(plan: Plan, cause: str, losses: int) -> None:
+    engine = Engine(plan)
+    engine._send = lambda message: None  # type: ignore[method-assign]
+    for i in range(losses):
+        engine._handle("text-0", Ready(name="text-0", plan=plan.id, instance=i))
+        if not i:
+            stream = engine.submit([1], Sampling(max_position=9))
+        engine._pump()
+        assert stream.request.state is not State.FINISHED, i
+        engine._handle("text-0", Failed(name="text-0", step=1, reason="over", cause=cause))
+    assert stream.request.state is State.FINISHED
+
+
+async def test_how_a_rank_is_gone_is_for_the_supervisor_to_say(plan: Plan) -> None:
+    engine = Engine(plan, Supervisor([]))
+    engine._handle("text-0", Ready(name="text-0", plan=plan.id))
+    engine._handle("text-0", Failed(name="text-0", step=1, reason="rank 1 is gone", cause="gone"))
+    assert engine.health.status == "ok"
+    engine._handle("text-0", Failed(name="text-0", step=1, reason="no room"))
+    assert engine.health.reason == "no room"
 
 
 async def test_a_worker_that_failed_in_a_step_is_told_to_end(plan: Plan) -> None:

@@ -18,12 +18,16 @@ import pytest
 from voltapile.gateway.engine import Engine
 from voltapile.gateway.stream import Stream
 from voltapile.gateway.supervisor import Pulse, Restarts, Supervisor, plan_file, worker_command
+from voltapile.gateway.suspects import KILL
 from voltapile.topology.plan import Plan, sealed, to_json
 from voltapile.workers.protocol import Sampling
 
 Make = Callable[..., Any]
 RANKS, TOKENS = 3, 60
 PROMPTS = [np.random.default_rng(i).integers(0, 640, 40).tolist() for i in range(3)]
+LOSSES = (
+    (0, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGSTOP), (1, signal.SIGTERM),
+)  # fmt: skip
 SAMPLED = {"temperature": 0.8, "top_k": 40, "seed": 5}
 
 
@@ -75,18 +79,18 @@ async def test_any_rank_may_be_lost(
         for prompt in PROMPTS:
             expected.append([])
             assert await collect(start(engine, prompt), expected[-1]) == "length"
-        for rank, number in ((0, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGSTOP)):
+        for rank, number in LOSSES:
             found: list[list[int]] = [[], []]
-            reading = [
-                asyncio.create_task(collect(start(engine, PROMPTS[i]), found[i])) for i in range(2)
-            ]
+            streams = [start(engine, prompt) for prompt in PROMPTS[:2]]
+            reading = [asyncio.create_task(collect(streams[i], found[i])) for i in range(2)]
             await until(lambda found=found: all(len(tokens) > 5 for tokens in found))
             os.kill(supervisor.pids[rank], number)
             await until(lambda: engine.health.status == "loading")
             assert f"rank {rank}" in engine.health.reason
+            assert max(stream.request.crashes for stream in streams) == KILL
             assert await asyncio.gather(*reading) == ["length", "length"]
             assert found == expected[:2]
-        assert engine.stats().restarts == 3
+        assert engine.stats().restarts == len(LOSSES)
         assert engine.health.status == "ok"
 
 

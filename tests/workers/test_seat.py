@@ -124,3 +124,19 @@ def test_one_that_comes_again_ends_its_group(name: str, seats: list[Seat]) -> No
     assert board.aborted is None
     assert board.health(1).state == "loading"
     board.close()
+
+
+def test_why_a_group_ends(seats: list[Seat]) -> None:
+    for seat in seats:
+        seat.join()
+    board = seats[0].board
+    assert seats[0].cause() == ""
+    board.publish(1, "stopped")
+    assert seats[0].cause() == "stopped"
+    board.publish(1, "ready")
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    board._ranks["pid"][1] = child.pid
+    assert seats[0].cause() == "gone"
+    board.publish(1, "failed")  # it has told why
+    assert seats[0].cause() == ""
