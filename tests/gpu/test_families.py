@@ -23,9 +23,9 @@ from ..kernels.cuda.test_families import (  # noqa: F401
     test_ngram_rows,
     test_ngrams_join_the_streams,
     test_route,
-    test_sparse_attention,
     test_streams,
 )
+from ..kernels.cuda.test_sparse import test_sparse_attention  # noqa: F401
 from ..workers.test_golden_families import (
     LLAMA_CPP_KL,
     MINI,
