@@ -14,12 +14,15 @@ from dataclasses import replace
 from typing import Self
 
 from voltapile.gateway.crew import UNHEARD, Crew
+from voltapile.gateway.grammar import Guide
+from voltapile.gateway.guides import Guides
 from voltapile.gateway.health import EngineStats, EngineUnavailable, Health
 from voltapile.gateway.request import Chunk, Refused, Request
 from voltapile.gateway.scheduler import Scheduler
 from voltapile.gateway.stream import Stream
 from voltapile.gateway.supervisor import Restarts, Supervisor, is_taken
 from voltapile.gateway.suspects import FAULT, KILL
+from voltapile.gateway.thought import ThoughtLimit
 from voltapile.gateway.watchdog import Vitals, Watchdog
 from voltapile.gateway.wire import Wire
 from voltapile.topology.endpoint import prepare
@@ -71,6 +74,7 @@ class Engine:
         self._watchdog = Watchdog(vitals, supervisor, heartbeat_seconds)
         self._restarts = restarts or Restarts()
         self._scheduler = Scheduler(plan, max_gap)
+        self._guides = Guides(self._pump, self._cancel)
         self._streams: dict[int, Stream] = {}
         self._crew = Crew(plan)
         self._health = Health("loading", UNHEARD)
@@ -107,18 +111,21 @@ class Engine:
         if self._supervisor is not None:
             await self._supervisor.stop()
         self._wire.close()
+        self._guides.close()
 
     # --- what the HTTP layer calls --------------------------------------------------------
 
     def submit(
         self, prompt: list[int], sampling: Sampling, want: Want | None = None, client: str = "",
-        salt: bytes = b"",
+        salt: bytes = b"", guide: Guide | None = None, limit: ThoughtLimit | None = None,
     ) -> Stream:  # fmt: skip
         """Raises Refused or EngineUnavailable. sampling.max_position: len(prompt) + max_tokens, cut
-        to the context. client: who asks; they take turns. salt: only its prompts share pages."""
+        to the context. client: who asks; they take turns. salt: only its prompts share pages.
+        guide, limit: what the answer must keep to."""
         if self._health.status != "ok":
             raise EngineUnavailable(self._unavailable())
         request = self._scheduler.add(prompt, sampling, want, client, salt)
+        request.bind(guide, limit)
         stream = self._streams[request.id] = Stream(request, self._cancel)
         self._stats.requests += 1
         self._stats.prompt_tokens += len(prompt)
@@ -160,9 +167,9 @@ class Engine:
 
     # --- streams --------------------------------------------------------------------------
 
-    def _cancel(self, request: Request) -> None:
+    def _cancel(self, request: Request, error: str = "") -> None:
         if self._scheduler.cancel(request.id) is not None:
-            self._end(request, Chunk(finish="cancelled"))
+            self._end(request, Chunk(finish="error" if error else "cancelled", error=error))
             self._pump()
 
     def _end(self, request: Request, chunk: Chunk) -> None:
@@ -223,6 +230,7 @@ class Engine:
     def _take(self, result: Result) -> None:
         oldest = self._scheduler.in_flight[0].step if self._scheduler.in_flight else -1
         chunks = self._scheduler.apply(result)
+        self._guides.follow(chunks)
         if result.id == oldest:
             self._has_answered, self._sent_at = True, time.monotonic()
             stats = self._stats

@@ -11,7 +11,9 @@ from enum import Enum
 
 import msgspec
 import numpy as np
-from voltapile.workers.protocol import Sampling, Want
+from voltapile.gateway.grammar import Guide
+from voltapile.gateway.thought import ThoughtLimit
+from voltapile.workers.protocol import Row, Sampling, Want
 
 
 class State(Enum):
@@ -66,6 +68,9 @@ class Request:
     want: Want | None = None
     client: str = ""
     salt: bytes = b""
+    guide: Guide | None = None  # the grammar of the answer
+    limit: ThoughtLimit | None = None  # of its reasoning
+    mask: np.ndarray | None = None  # what may follow `known`; None: it is being computed
     known: list[int] = field(default_factory=list)  # prompt + tokens that came back
     cached: int = 0  # prompt tokens that did not need computing, as another request had
     computed: int = 0  # positions that Steps sent so far compute
@@ -97,6 +102,26 @@ class Request:
     def total(self) -> int:
         """Tokens that are known or on their way."""
         return len(self.known) + self.ahead
+
+    @property
+    def may_sample(self) -> bool:
+        """All is known that binds the next token."""
+        if self.guide is not None:
+            return self.mask is not None and not self.ahead
+        limit = self.limit
+        return limit is None or not self.ahead or not limit.is_due(self.total - len(self.prompt))
+
+    def bind(self, guide: Guide | None, limit: ThoughtLimit | None) -> None:
+        """What its tokens must keep to."""
+        self.guide, self.limit = guide, limit
+        self.mask = guide.mask if guide else None
+
+    def bound(self, row: Row) -> Row:
+        """A row that samples, with what binds its token."""
+        row.mask = self.mask
+        if self.limit is not None and not self.ahead:
+            row.forced = self.limit.forced(self.generated)
+        return row
 
     @property
     def generated(self) -> list[int]:

@@ -223,6 +223,7 @@ class Scheduler:
                 self._retry(request)
                 return None
         request.known += row.tokens
+        request.mask = None  # of the token that has come
         if request.crashes:
             self._suspects.has_tokens(request)
         if request.state is State.RUNNING and row.finish != "error":
@@ -241,6 +242,7 @@ class Scheduler:
             and request.computed
             < len(request.known) + request.ahead
             < request.sampling.max_position
+            and request.may_sample
         )
 
     def _continue(self, request: Request) -> Row | None:
@@ -254,14 +256,18 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return None
+        row = request.bound(Row(slot=request.slot, start=start, tokens=CONTINUE, pages=pages))
         request.computed += 1
         request.ahead += 1
         self.checkpoints.passed(request)
-        return Row(slot=request.slot, start=start, tokens=CONTINUE, pages=pages)
+        return row
 
     def _prefill(self, request: Request, end: int) -> Row | None:
-        """None: pages behind its window are still others', so it begins anew later."""
+        """None: pages behind its window are still others', so it begins anew later; or it waits
+        for a mask."""
         start = request.computed
+        if end == len(request.known) and not request.may_sample:
+            return None
         pages = self.tables.extend(request, start, end)
         if pages is None:
             self._preempt(request)
@@ -284,6 +290,7 @@ class Scheduler:
         self.checkpoints.passed(request)
         if row.sample:
             request.is_prefilling = False
+            request.bound(row)
             request.ahead += 1
         return row
 

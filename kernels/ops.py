@@ -75,6 +75,9 @@ class SlotState:
     bias_ids: Array  # int32[S, MAX_LOGIT_BIAS], each id once
     bias_values: Array  # float32[S, MAX_LOGIT_BIAS]
     logprobs: Array  # int32[S] alternatives to report with a token; -1: no probabilities at all
+    masked: Array  # int32[S] 1: only the tokens in mask may be chosen
+    mask: Array  # uint32[S, W] of token t bit t % 32 of word t // 32
+    forced: Array  # int32[S] this token is taken, whatever the logits are; -1: none
 
 
 @dataclass
@@ -201,7 +204,7 @@ class Ops(Collectives, Protocol):
         For row i: t = outputs[i], s = slots[t], p = positions[t] + 1 (the new token's position).
         If finished[s] is set: tokens[i] = -1, finish[i] = DONE_BEFORE, and nothing else changes.
         A row with a NaN or +inf, or with nothing but -inf (which means "never"), before or after
-        bias and penalties: -1, NOT_FINITE, finished[s] = NOT_FINITE.
+        bias, penalties and mask: -1, NOT_FINITE, finished[s] = NOT_FINITE.
         Otherwise writes out, last_token[s], next_position[s] = p, and the finish code: STOP if
         the token is a stop id, else LENGTH if p + 1 >= max_position[s]; also into finished[s].
         The random number is a function of (seed[s], p, purpose) alone; see kernels/random.md, which
@@ -315,8 +318,8 @@ def rope_store_in_parts(
     return q
 
 
-def slot_state(ops: Ops, slots: int, context: int) -> SlotState:
-    """All slots running, greedy and without a limit."""
+def slot_state(ops: Ops, slots: int, context: int, vocab: int = 1024) -> SlotState:
+    """All slots running, greedy and without a limit. vocab: tokens that a mask has room for."""
 
     def filled(value: float, dtype: Any, *shape: int) -> Array:
         array = ops.zeros((slots, *shape), dtype)
@@ -345,6 +348,9 @@ def slot_state(ops: Ops, slots: int, context: int) -> SlotState:
         bias_ids=filled(0, np.int32, MAX_LOGIT_BIAS),
         bias_values=filled(0, np.float32, MAX_LOGIT_BIAS),
         logprobs=filled(-1, np.int32),
+        masked=filled(0, np.int32),
+        mask=filled(0, np.uint32, -(-vocab // 32)),
+        forced=filled(-1, np.int32),
     )
 
 

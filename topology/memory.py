@@ -106,7 +106,7 @@ def sizes(
     here = [layer for layer in share.layers if layer not in host_layers]
     return Sizes(
         scratch=scratch_bytes(spec, backend, share, batch, slots),
-        slots=(slots + 1) * SLOT_BYTES + (batch + slots) * TOKEN_BYTES,
+        slots=(slots + 1) * (SLOT_BYTES + mask_bytes(spec)) + (batch + slots) * TOKEN_BYTES,
         reserve=backend.reserve_bytes,
         page=tuple(page_bytes(group, share, here) for group in caches),
         most=_most(caches, load),
@@ -117,6 +117,11 @@ def sizes(
         communication=ranks * backend.group_bytes if ranks > 1 else 0,
         checkpoints=0 if backend.in_vram else checkpoint_bytes(spec, share, load.checkpoints),
     )
+
+
+def mask_bytes(spec: Spec) -> int:
+    """A bit for each token that a slot may choose."""
+    return 4 * -(-spec.vocab // 32)
 
 
 def checkpoint_bytes(spec: Spec, share: Share, count: int) -> int:

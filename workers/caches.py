@@ -39,7 +39,7 @@ class LayerKV:
 
 
 class Caches:
-    def __init__(self, plan: Plan, ops: Ops, share: Share) -> None:
+    def __init__(self, plan: Plan, ops: Ops, share: Share, vocab: int = 1024) -> None:
         self.ops = ops
         self.padding_slot = plan.slots
         self.layers = _layers(plan, ops, share)
@@ -49,7 +49,10 @@ class Caches:
             self.tables.append(np.full((plan.slots + 1, widest), TRASH_PAGE, np.int32))
         self.pages: tuple[Array, ...] = tuple(ops.zeros(t.shape, np.int32) for t in self.tables)
         self.used = [np.zeros(plan.slots + 1, np.int32) for _ in plan.caches]
-        self.state = slot_state(ops, plan.slots + 1, plan.context)
+        self.state = slot_state(ops, plan.slots + 1, plan.context, vocab)
+        # Slots whose next token is bound, as the device has it.
+        self._masked: set[int] = set()
+        self._forced: set[int] = set()
         ops.upload(self.state.finished, np.full(plan.slots + 1, DONE_BEFORE, np.int32))
 
     def release(self, slot: int) -> None:
@@ -107,6 +110,17 @@ class Caches:
         for array, value, dtype in values:
             self.ops.upload(array[slot : slot + 1], _one(value, dtype))
 
+    def bind(self, slot: int, mask: np.ndarray | None, forced: int) -> None:
+        """The next token is one of the mask's, or `forced`; None and -1 leave it free."""
+        state = self.state
+        if mask is not None:
+            assert len(mask) <= state.mask.shape[1], f"a mask of {len(mask)} words"
+            self.ops.upload(state.mask[slot], np.asarray(mask, np.uint32))
+        _flag(self.ops, state.masked, self._masked, slot, mask is not None, 1, 0)
+        if forced >= 0:
+            self._forced.discard(slot)  # it may be another one now
+        _flag(self.ops, state.forced, self._forced, slot, forced >= 0, forced, -1)
+
     def take_sampled(self, source: int) -> None:
         """What a rank has sampled, to all: each slot's last token, its position, and its end."""
         for array in (self.state.last_token, self.state.next_position, self.state.finished):
@@ -151,6 +165,15 @@ def _layers(plan: Plan, ops: Ops, share: Share) -> list[LayerKV]:
 def _index_cache(ops: Ops, group: CacheGroup) -> Any:
     family = cast(FamilyOps, ops)
     return family.index_cache(group.pages, group.page_tokens, group.index_dim, group.index_block)
+
+
+def _flag(
+    ops: Ops, array: Array, known: set[int], slot: int, holds: bool, value: int, none: int
+) -> None:
+    """Tell the device only what it does not know."""
+    if holds != (slot in known):
+        ops.upload(array[slot : slot + 1], _one(value if holds else none, np.int32))
+        (known.add if holds else known.discard)(slot)
 
 
 def _one(value: float, dtype: Any) -> np.ndarray:

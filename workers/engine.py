@@ -102,7 +102,7 @@ class Engine:
         self.copied_bytes = weights.pages.nbytes if weights.pages else 0
         self.model = model_class(spec.architecture)(spec, self.share, weights, self.ops)
         progress("caches", 0.0)
-        self.caches = Caches(self.plan, self.ops, self.share)
+        self.caches = Caches(self.plan, self.ops, self.share, spec.vocab)
         self.model.allocate(self.plan.slots + 1)
         states = [state for _, state in self.model.states()]
         self.checkpoints = Checkpoints(self.ops, states, self.plan.checkpoints)
@@ -187,13 +187,13 @@ class Engine:
             (self.caches if copy.kind == "page" else self.checkpoints).copy(copy)
         for row in step.rows:
             assert row.embeds is None, "vision rows are not built yet"
-            assert row.mask is None, "grammar masks are not built yet"
-            assert row.forced < 0, "forced tokens are not built yet"
             if row.sampling is not None:
                 self._begin_request(row.slot, row.sampling, row.want or Want())
             if row.history is not None:
                 self.caches.remember(row.slot, row.history)
             self.caches.append(row.slot, row.pages)
+            if row.sample:
+                self.caches.bind(row.slot, row.mask, row.forced)
 
     def _release(self, slot: int) -> None:
         self.caches.release(slot)

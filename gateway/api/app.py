@@ -27,6 +27,7 @@ from voltapile.gateway.api.props import apply_template, props, slots
 from voltapile.gateway.api.services import SERVICES, Services, given_key
 from voltapile.gateway.api.tokenize import detokenize, tokenize
 from voltapile.gateway.engine import Engine
+from voltapile.gateway.grammar import Grammars
 from voltapile.gateway.metrics import Metrics
 from voltapile.gateway.template import ChatTemplate
 from voltapile.gateway.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ def make_app(
         tokenizer=tokenizer,
         template=template,
         plan=plan,
+        grammars=Grammars(tokenizer),
         metrics=Metrics(engine.stats, lambda: engine.memory),
         api_keys=tuple(api_keys),
         keepalive_seconds=keepalive_seconds,

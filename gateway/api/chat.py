@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 from voltapile.gateway.api.answer import answer
-from voltapile.gateway.api.errors import bad_request
+from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.generate import Delta, Outcome, started
 from voltapile.gateway.api.logprobs import chat_logprobs
 from voltapile.gateway.api.prompt import conversation
@@ -85,10 +85,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_body(request)
     chat = await off_loop(len(body), chat_request, body, services.tokenizer.vocab_size)
-    if chat.use.is_forced:
-        message = "'tool_choice' may be none or auto; other values are not supported yet"
-        raise bad_request(message, "tool_choice", "unsupported_parameter")
     asked = await conversation(services, chat)
-    client = client_of(request)
-    generations = started(services, [asked.ids], chat.options, client, reading=asked.reading)
+    reading, client = asked.reading, client_of(request)
+    bounds = await bounds_of(services, chat.options, reading)
+    generations = started(
+        services, [asked.ids], chat.options, client, reading=reading, bounds=bounds
+    )
     return await answer(request, services, ChatShape(), generations, chat.options)

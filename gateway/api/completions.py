@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 from voltapile.gateway.api.answer import answer
+from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.echo import Echo
 from voltapile.gateway.api.generate import Delta, Outcome, started
 from voltapile.gateway.api.logprobs import completion_logprobs
@@ -41,7 +42,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     asked = await off_loop(len(body), completion_request, body, services.tokenizer.vocab_size)
     prompts = await completion_prompts(services, asked)
     echoes = _echoes(services, asked.prompts, prompts) if asked.echo else None
-    generations = started(services, prompts, asked.options, client_of(request), echoes)
+    bounds = await bounds_of(services, asked.options)
+    client = client_of(request)
+    generations = started(services, prompts, asked.options, client, echoes, bounds=bounds)
     return await answer(request, services, CompletionShape(), generations, asked.options)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from voltapile.gateway.api.bounds import Bounds
 from voltapile.gateway.api.echo import Echo, TokenLogprob
 from voltapile.gateway.api.errors import ApiError, engine_error, unavailable
 from voltapile.gateway.api.options import Options
@@ -23,6 +24,8 @@ from voltapile.gateway.dialects.dialect import Fragment
 from voltapile.gateway.engine import Chunk
 from voltapile.gateway.splitter import Splitter
 from voltapile.workers.protocol import Sampling, Want
+
+FREE = Bounds()
 
 
 class Delta(msgspec.Struct):
@@ -68,6 +71,7 @@ class Generation:
         echo: Echo | None = None,
         client: str = "",
         reading: Reading | None = None,
+        bounds: Bounds = FREE,
     ) -> None:
         self.index = index
         self.prompt_tokens = len(prompt)
@@ -95,7 +99,10 @@ class Generation:
         if options.hidden:
             want = Want(hidden=True)
         self.sampling = _sampling(services, prompt, options, repeat)
-        self._stream = services.engine.submit(prompt, self.sampling, want, client, options.salt)
+        bound = bounds._asdict() if bounds != FREE else {}
+        self._stream = services.engine.submit(
+            prompt, self.sampling, want, client, options.salt, **bound
+        )
         services.live.add(self)
 
     def __aiter__(self) -> Generation:
@@ -273,17 +280,20 @@ def started(
     client: str,
     echoes: Sequence[Echo] | None = None,
     reading: Reading | None = None,
+    bounds: Bounds = FREE,
 ) -> list[Generation]:
     """n generations a prompt, all at once; none at all if the engine does not take every one.
 
     client: as Engine.submit wants it.
     """
+    assert bounds.guide or not options.constraint, "a grammar that nobody has compiled"
     generations: list[Generation] = []
     try:
         for i, prompt in enumerate(prompts):
             echo = echoes[i] if echoes else None
             for index in range(i * options.n, (i + 1) * options.n):
-                one = Generation(services, prompt, options, index, echo, client, reading)
+                each = bounds.another()
+                one = Generation(services, prompt, options, index, echo, client, reading, each)
                 generations.append(one)
     except Exception:
         for generation in generations:
@@ -322,6 +332,7 @@ def _one_by_one(chunk: Chunk) -> list[Chunk]:
 def _sampling(services: Services, prompt: list[int], options: Options, repeat: int) -> Sampling:
     """repeat: which of the n choices of its prompt this is."""
     room = services.plan.context - len(prompt)
+    ends = sorted(services.tokenizer.eog_ids)
     tokens = room if options.max_tokens is None else min(max(options.max_tokens, 1), room)
     return Sampling(
         temperature=options.temperature,
@@ -334,7 +345,8 @@ def _sampling(services: Services, prompt: list[int], options: Options, repeat: i
         penalty_window=options.penalty_window,
         logit_bias=options.logit_bias,
         seed=(options.seed + repeat) % 2**64,
-        stop_ids=[] if options.ignore_eos else sorted(services.tokenizer.eog_ids),
+        # A grammar that is complete lets nothing but the end come.
+        stop_ids=[] if options.ignore_eos and not options.constraint else ends,
         max_position=len(prompt) + tokens,
     )
 

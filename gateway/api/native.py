@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 from voltapile.gateway.api.answer import feed
+from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.echo import TokenLogprob
 from voltapile.gateway.api.errors import json_response
 from voltapile.gateway.api.generate import Delta, Generation, Outcome, started
@@ -29,7 +30,8 @@ async def completion(request: web.Request) -> web.StreamResponse:
     asked = await off_loop(len(body), native_request, body, services.tokenizer.vocab_size)
     prompts = await off_loop(len(body), _encoded, services.tokenizer, asked.prompts)
     prompts = [checked(ids, services.plan.context, "prompt") for ids in prompts]
-    generations = started(services, prompts, asked.options, client_of(request))
+    bounds = await bounds_of(services, asked.options)
+    generations = started(services, prompts, asked.options, client_of(request), bounds=bounds)
     shape = _Shape(services, asked, prompts, generations)
     try:
         if asked.options.stream:

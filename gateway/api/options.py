@@ -15,6 +15,7 @@ from typing import Any
 
 from voltapile.gateway.api.errors import bad_request
 from voltapile.gateway.api.fields import Fields, kind
+from voltapile.gateway.api.structured import Constraint, constraint
 from voltapile.workers.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 MAX_STOPS = 16
@@ -40,14 +41,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "grammar": ("",),
-    "json_schema": ({},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -75,6 +68,8 @@ class Options:
     logprobs: int = -1
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
+    constraint: Constraint | None = None
+    thought_tokens: int = -1  # of reasoning, most; -1: any number
     return_tokens: bool = False
     hidden: bool = False  # the prompt's pooled hidden states are wanted
     stream: bool = False
@@ -107,6 +102,8 @@ def read_options(
         logprobs=logprobs,
         stop=_stops(fields),
         ignore_eos=fields.flag("ignore_eos"),
+        constraint=constraint(fields),
+        thought_tokens=thought_tokens(fields),
         return_tokens=fields.flag("return_tokens"),
         stream=fields.flag("stream"),
         include_usage=stream_options.flag("include_usage"),
@@ -171,6 +168,18 @@ def _max_tokens(fields: Fields, default: int, least: int) -> int | None:
             raise bad_request(message, name, "out_of_range")
     limit = next(iter(given.values()), default)
     return None if limit == UNLIMITED else limit
+
+
+def thought_tokens(fields: Fields) -> int:
+    """llama-server's reasoning_budget, or vLLM's name for it; -1: any number."""
+    for name in ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"):
+        value = fields.integer(name)
+        if value is not None and value < -1:
+            message = f"'{name}' must be at least 0 (or -1: any number of tokens), not {value}"
+            raise bad_request(message, name, "out_of_range")
+        if value is not None:
+            return value
+    return -1
 
 
 def _top_k(fields: Fields) -> int:

@@ -20,13 +20,16 @@ from voltapile.gateway.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """reasoning None: none is looked for. is_open: the prompt ends inside of it. shown: control
-    tokens that are markers."""
+    """thinks: the model's markers of reasoning. reasoning: those that are looked for; None: none.
+    is_open: the prompt ends inside of it. is_closed: it ends behind it. shown: control tokens that
+    are markers."""
 
     dialect: Dialect
     use: ToolUse
+    thinks: Reasoning | None
     reasoning: Reasoning | None
     is_open: bool
+    is_closed: bool
     shown: frozenset[int]
 
     def splitter(self) -> Splitter | None:
@@ -42,9 +45,11 @@ def reading_of(
 ) -> Reading:
     reasoning = template.reasoning if chat.splits_reasoning else None
     marks = template.dialect.marks if chat.use.tools else ()
-    is_open = reasoning is not None and rendered.rstrip().endswith(reasoning.open.rstrip())
+    end, thinks = rendered.rstrip(), template.reasoning
+    is_open = thinks is not None and end.endswith(thinks.open.rstrip())
+    is_closed = thinks is not None and end.endswith(thinks.close)
     shown = _hidden(tokenizer, marks + (reasoning or ()))
-    return Reading(template.dialect, chat.use, reasoning, is_open, shown)
+    return Reading(template.dialect, chat.use, thinks, reasoning, is_open, is_closed, shown)
 
 
 @lru_cache(maxsize=32)

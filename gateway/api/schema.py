@@ -17,6 +17,7 @@ from voltapile.gateway.api.options import (
     chat_logprobs,
     completion_logprobs,
     read_options,
+    thought_tokens,
 )
 from voltapile.gateway.api.tools import NO_TOOLS, ToolUse, checked_calls, tool_use
 
@@ -125,7 +126,7 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
     effort = fields.text("reasoning_effort")
     if effort is not None:
         told["reasoning_effort"] = effort
-    if effort == "none":
+    if effort == "none" or thought_tokens(fields) == 0:
         told["enable_thinking"] = False
     if fields.values.get("enable_thinking") is not None:
         told["enable_thinking"] = fields.flag("enable_thinking")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from aiohttp import web
 from voltapile.gateway.api.errors import ApiError
 from voltapile.gateway.engine import Engine
+from voltapile.gateway.grammar import Grammars
 from voltapile.gateway.metrics import Metrics
 from voltapile.gateway.template import ChatTemplate
 from voltapile.gateway.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class Services:
     template: ChatTemplate | None
     plan: Plan
     metrics: Metrics
+    grammars: Grammars
     api_keys: tuple[str, ...] = ()
     keepalive_seconds: float = 15.0  # an SSE comment after so long without an event
     write_seconds: float = 60.0  # a client that takes nothing for so long is gone

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+# No more space between the parts of an answer than a printed one has: small models never end it.
+JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
 Messages = list[dict[str, Any]]
 
 
@@ -92,7 +94,10 @@ def compact(value: Any) -> str:
 
 
 def json_rule(name: str, schema: Any) -> str:
-    return f"{name}: %json {json.dumps(schema)}"
+    """A rule for JSON of this schema. Our options stand in place of the schema's own, which could
+    switch checks off."""
+    bound = {**schema, "x-guidance": JSON_OPTIONS} if isinstance(schema, Mapping) else schema
+    return f"{name}: %json {json.dumps(bound)}"
 
 
 def json_calls_grammar(

@@ -98,8 +98,12 @@ def _state_struct(state: SlotState) -> np.ndarray:
         state.bias_ids,
         state.bias_values,
         state.logprobs,
+        state.masked,
+        state.forced,
+        state.mask,
     )
-    return _packed(pointers, (state.history.shape[1], state.bias_ids.shape[1]))
+    sizes = state.history.shape[1], state.bias_ids.shape[1], state.mask.shape[1]
+    return _packed(pointers, sizes)
 
 
 def _output_struct(out: StepOutput) -> np.ndarray:

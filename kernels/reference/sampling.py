@@ -47,7 +47,9 @@ def sample(logits: np.ndarray, batch: Batch, state: SlotState, out: StepOutput) 
         if not (can_choose(logits[i]) and can_choose(adjusted)):
             out.finish[i] = state.finished[slot] = NOT_FINITE
             continue
-        chosen = choose(adjusted, state, slot, position)
+        chosen = int(state.forced[slot])
+        if chosen < 0:
+            chosen = choose(adjusted, state, slot, position)
         out.tokens[i] = state.last_token[slot] = chosen
         if state.logprobs[slot] >= 0:
             ids = np.append(chosen, best(logits[i], int(state.logprobs[slot])))
@@ -63,7 +65,7 @@ def can_choose(logits: np.ndarray) -> bool:
 
 
 def adjust(logits: np.ndarray, state: SlotState, slot: int, position: int) -> np.ndarray:
-    """With bias and penalties, for the token of `position`."""
+    """With bias, penalties and mask, for the token of `position`."""
     x = logits.copy()
     count = state.bias_count[slot]
     x[state.bias_ids[slot, :count]] += state.bias_values[slot, :count]
@@ -78,7 +80,15 @@ def adjust(logits: np.ndarray, state: SlotState, slot: int, position: int) -> np
     )
     frequency, presence = state.frequency_penalty[slot], state.presence_penalty[slot]
     x[ids] -= frequency * counts.astype(np.float32) + presence
+    if state.masked[slot]:
+        x[~allowed(state.mask[slot], len(x))] = -np.inf
     return x
+
+
+def allowed(mask: np.ndarray, vocab: int) -> np.ndarray:
+    """bool [vocab] of a mask's bits; tokens that it has no word for may not be chosen."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little").astype(bool)[:vocab]
+    return np.pad(bits, (0, vocab - len(bits)))
 
 
 def _known(tokens: np.ndarray, vocab: int) -> np.ndarray:

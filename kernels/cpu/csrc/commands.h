@@ -20,11 +20,12 @@ struct BatchView {
 struct SlotView {
   std::int32_t *last_token, *next_position, *finished, *history;
   const std::int32_t *max_position, *stop_ids, *top_k, *prompt_tokens, *penalty_window, *bias_count,
-      *bias_ids, *logprobs;
+      *bias_ids, *logprobs, *masked, *forced;
   const float *temperature, *top_p, *min_p, *repetition_penalty, *presence_penalty,
       *frequency_penalty, *bias_values;
   const std::uint64_t* seed;
-  std::int64_t num_stop_ids, num_biases, context;  // of each slot
+  const std::uint32_t* mask;
+  std::int64_t num_stop_ids, num_biases, context, mask_words;  // of each slot
 };
 
 struct OutputView {
@@ -34,7 +35,7 @@ struct OutputView {
 };
 
 std::unique_ptr<Command> make_begin(const BatchView& batch, const SlotView& state);
-// adjusted [outputs, vocab]: scratch for the logits of rows with a bias or penalties.
+// adjusted [outputs, vocab]: scratch for the logits of rows with a bias, penalties or a mask.
 std::unique_ptr<Command> make_sample(const float* logits, std::int64_t vocab,
                                      const BatchView& batch, const SlotView& state,
                                      const OutputView& out, float* adjusted);

@@ -58,6 +58,8 @@ struct SlotArrays {
         bias_count(field<const std::int32_t>(s, "bias_count")),
         bias_ids(field<const std::int32_t>(s, "bias_ids")),
         logprobs(field<const std::int32_t>(s, "logprobs")),
+        masked(field<const std::int32_t>(s, "masked")),
+        forced(field<const std::int32_t>(s, "forced")),
         temperature(field<const float>(s, "temperature")),
         top_p(field<const float>(s, "top_p")),
         min_p(field<const float>(s, "min_p")),
@@ -65,21 +67,24 @@ struct SlotArrays {
         presence_penalty(field<const float>(s, "presence_penalty")),
         frequency_penalty(field<const float>(s, "frequency_penalty")),
         bias_values(field<const float>(s, "bias_values")),
-        seed(field<const std::uint64_t>(s, "seed")) {}
+        seed(field<const std::uint64_t>(s, "seed")),
+        mask(field<const std::uint32_t>(s, "mask")) {}
   SlotView view() const {
     const auto width = [](const auto& x) { return static_cast<std::int64_t>(x.shape(1)); };
     return {last_token.data(), next_position.data(), finished.data(), history.data(),
             max_position.data(), stop_ids.data(), top_k.data(), prompt_tokens.data(),
             penalty_window.data(), bias_count.data(), bias_ids.data(), logprobs.data(),
-            temperature.data(), top_p.data(), min_p.data(), repetition_penalty.data(),
+            masked.data(), forced.data(), temperature.data(), top_p.data(), min_p.data(), repetition_penalty.data(),
             presence_penalty.data(), frequency_penalty.data(), bias_values.data(), seed.data(),
-            width(stop_ids), width(bias_ids), width(history)};
+            mask.data(), width(stop_ids), width(bias_ids), width(history), width(mask)};
   }
   IntsOut last_token, next_position, finished, history;
-  Ints max_position, stop_ids, top_k, prompt_tokens, penalty_window, bias_count, bias_ids, logprobs;
+  Ints max_position, stop_ids, top_k, prompt_tokens, penalty_window, bias_count, bias_ids, logprobs,
+      masked, forced;
   Floats temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
       bias_values;
   Array<const std::uint64_t> seed;
+  Array<const std::uint32_t> mask;
 };
 
 struct OutputArrays {

@@ -160,7 +160,8 @@ class Sample final : public Command {
       out_.finish[r] = state_.finished[s] = kNotFinite;
       return;
     }
-    const std::int32_t chosen = token(r, row, all, histogram);
+    const std::int32_t forced = state_.forced[s];
+    const std::int32_t chosen = forced < 0 ? token(r, row, all, histogram) : forced;
     out_.tokens[r] = state_.last_token[s] = chosen;
     if (state_.logprobs[s] >= 0) write_logprobs(r, chosen, before);
     state_.next_position[s] = position(r);

@@ -1,7 +1,8 @@
-// Bias and penalties of one row, as kernels/random.md says.
+// Bias, penalties and mask of one row, as kernels/random.md says.
 #pragma once
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "commands.h"
 
@@ -14,7 +15,21 @@ inline bool has_penalties(const SlotView& state, std::int32_t slot) {
 
 // The row is changed before a token is chosen. Another one costs nothing.
 inline bool is_adjusted(const SlotView& state, std::int32_t slot) {
-  return state.bias_count[slot] > 0 || has_penalties(state, slot);
+  return state.bias_count[slot] > 0 || state.masked[slot] || has_penalties(state, slot);
+}
+
+// Tokens without a bit are never chosen; nor are those that the mask has no word for.
+inline void apply_mask(const std::uint32_t* mask, std::int64_t words, std::int64_t vocab,
+                       float* out) {
+  constexpr float kNever = -std::numeric_limits<float>::infinity();
+  for (std::int64_t start = 0; start < vocab; start += 32) {
+    const std::uint32_t bits = start / 32 < words ? mask[start / 32] : 0;
+    if (bits == 0xffffffffu) continue;
+    const std::int64_t count = std::min<std::int64_t>(32, vocab - start);
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (!(bits >> i & 1)) out[start + i] = kNever;
+    }
+  }
 }
 
 inline float penalised(const Penalties& p, float x, Occurrence seen) {
@@ -59,6 +74,9 @@ inline void adjust(const float* logits, std::int64_t vocab, const SlotView& stat
   }
   for (std::int64_t i = 0; i < biases; ++i) {
     if (ids[i] < vocab) out[ids[i]] = penalised(penalties, logits[ids[i]] + values[i], local[i]);
+  }
+  if (state.masked[slot]) {
+    apply_mask(state.mask + slot * state.mask_words, state.mask_words, vocab, out);
   }
 }
 

@@ -37,7 +37,12 @@ struct Adjustment {
   int bias_count;
   const int* bias_ids;
   const float* bias_values;
+  const unsigned* mask;  // null: all tokens may be chosen
+  int mask_words;
 
+  __device__ bool may_choose(int token) const {
+    return !mask || (token >> 5 < mask_words && mask[token >> 5] >> (token & 31) & 1);
+  }
   __device__ bool has_penalty() const {
     return repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
   }
@@ -66,7 +71,7 @@ __device__ inline void adjust(const float* logits, float* adjusted, int vocab,
     if (mark >> BIAS_SHIFT) x += a.bias_values[(mark >> BIAS_SHIFT) - 1];
     if (mark & HELD) x = x > 0.0f ? x / a.repetition : x * a.repetition;
     if (count) x -= a.frequency * static_cast<float>(count) + a.presence;
-    adjusted[i] = x;
+    adjusted[i] = a.may_choose(i) ? x : __int_as_float(0xff800000);
   }
   __syncthreads();
 }
@@ -152,8 +157,9 @@ struct State {  // arrays over slots
   const float *repetition, *presence, *frequency;
   const int *bias_count, *bias_ids;
   const float* bias_values;
-  const int* logprobs;
-  int context, biases;
+  const int *logprobs, *masked, *forced;
+  const unsigned* mask;
+  int context, biases, mask_words;
 };
 
 struct Output {  // arrays over rows
@@ -169,7 +175,8 @@ __device__ inline Adjustment adjustment_of(const State& state, int slot, int pos
   return {state.repetition[slot], state.presence[slot], state.frequency[slot], first,
           prompt > first ? prompt : first, position < state.context ? position : state.context,
           state.history + place * state.context, state.bias_count[slot],
-          state.bias_ids + place * state.biases, state.bias_values + place * state.biases};
+          state.bias_ids + place * state.biases, state.bias_values + place * state.biases,
+          state.masked[slot] ? state.mask + place * state.mask_words : nullptr, state.mask_words};
 }
 
 __device__ inline void report(const float* logits, int vocab, int chosen, int alternatives,
@@ -241,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   const Adjustment adjustment = adjustment_of(state, slot, position);
   const float* chosen_from = logits;
   u64 first = best;
-  if (adjustment.bias_count > 0 || adjustment.has_penalty()) {
+  if (adjustment.bias_count > 0 || adjustment.mask || adjustment.has_penalty()) {
     bool still_good;
     adjust(logits, scratch, vocab, adjustment);
     first = best_below(scratch, vocab, ~0ull, s.join, &still_good);
@@ -257,7 +264,9 @@ extern "C" __global__ void __launch_bounds__(1024)
   }
   int chosen = id_of(first);
   const float temperature = state.temperature[slot];
-  if (temperature != 0.0f) {
+  if (state.forced[slot] >= 0) {
+    chosen = state.forced[slot];
+  } else if (temperature != 0.0f) {
     const Filter filter{temperature, state.top_p[slot], state.min_p[slot], state.top_k[slot],
                         uniform24(state.seed[slot], position, 0)};
     const float top = __fdiv_rn(chosen_from[chosen], temperature);

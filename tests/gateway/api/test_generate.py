@@ -6,6 +6,7 @@ from voltapile.gateway.api.errors import ApiError
 from voltapile.gateway.api.generate import Generation, started, usage
 from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.services import Services
+from voltapile.gateway.grammar import Grammars
 from voltapile.gateway.metrics import Metrics
 from voltapile.gateway.request import Chunk
 
@@ -16,7 +17,12 @@ END = 257
 def services(engine, tokenizer, template, plan):
     metrics = Metrics(engine.stats)
     return Services(
-        engine=engine, tokenizer=tokenizer, template=template, plan=plan, metrics=metrics
+        engine=engine,
+        tokenizer=tokenizer,
+        template=template,
+        plan=plan,
+        metrics=metrics,
+        grammars=Grammars(tokenizer),
     )
 
 

@@ -8,6 +8,7 @@ from voltapile.gateway.api.errors import ApiError
 from voltapile.gateway.api.prompt import _encoded, chat_prompt, completion_prompts
 from voltapile.gateway.api.schema import chat_request, completion_request
 from voltapile.gateway.api.services import Services
+from voltapile.gateway.grammar import Grammars
 from voltapile.gateway.metrics import Metrics
 from voltapile.gateway.template import ChatTemplate
 
@@ -16,7 +17,12 @@ from voltapile.gateway.template import ChatTemplate
 def services(engine, tokenizer, template, plan):
     metrics = Metrics(engine.stats)
     return Services(
-        engine=engine, tokenizer=tokenizer, template=template, plan=plan, metrics=metrics
+        engine=engine,
+        tokenizer=tokenizer,
+        template=template,
+        plan=plan,
+        metrics=metrics,
+        grammars=Grammars(tokenizer),
     )
 
 

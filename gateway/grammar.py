@@ -1,0 +1,153 @@
+"""Grammars: what an answer must look like, and which tokens may come next, by llguidance.
+
+A Grammar is compiled once, a Guide follows one answer of it. Neither knows HTTP nor the scheduler.
+llguidance is built with Rust and may be absent on POWER: then every grammar is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from voltapile.gateway.tokenizer import Tokenizer
+
+try:
+    import llguidance as _llguidance
+except ImportError:  # pragma: no cover  (no wheel for this machine)
+    _llguidance = None  # type: ignore[assignment]
+
+MAX_SOURCE = 1 << 20  # characters of a grammar: compiling one takes a second or two at most
+KEPT = 32  # compiled grammars
+# A row of a parser's chart, a lexer's states: what one token may cost. The work of compiling, too.
+LIMITS = {"initial_lexer_fuel": 2_000_000, "max_grammar_size": 500_000, "verbose_errors": False}
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used; the text may be shown to the caller."""
+
+
+class Guide:
+    """One answer: mask says which tokens may come first, advance(tokens) which may come next.
+
+    Not for two threads at once.
+    """
+
+    def __init__(self, matcher: Any, ends: np.ndarray) -> None:
+        self._matcher, self._ends = matcher, ends
+        self.mask = self._allowed()
+
+    def copy(self) -> Guide:
+        """For another answer; only before the first token."""
+        copy = Guide.__new__(Guide)
+        copy._matcher, copy._ends, copy.mask = self._matcher.deep_copy(), self._ends, self.mask
+        return copy
+
+    def advance(self, tokens: Sequence[int]) -> np.ndarray:
+        """uint32 [ceil(V / 32)], token t in bit t % 32 of word t // 32. Raises GrammarError."""
+        if not self._matcher.consume_tokens(list(tokens)):
+            raise GrammarError(_first_line(self._matcher.get_error()) or "a token does not fit")
+        return self._allowed()
+
+    def _allowed(self) -> np.ndarray:
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            return self._ends
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._ends)]
+        if self._matcher.is_error():
+            raise GrammarError(_first_line(self._matcher.get_error()))
+        if not mask.any():
+            raise GrammarError("nothing fits it")
+        return mask
+
+
+class Grammars:
+    """Compiles Lark, of llguidance's kind, for one vocabulary. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Guide] = OrderedDict()
+        self._vocabulary: Any = None  # made when it is first needed: it takes half a second
+
+    def guide(self, lark: str) -> Guide:
+        """Raises GrammarError."""
+        if _llguidance is None:
+            raise GrammarError("the package llguidance is not installed on this server")
+        if len(lark) > MAX_SOURCE:
+            raise GrammarError(f"it has {len(lark)} characters; at most {MAX_SOURCE}")
+        with self._lock:
+            if lark not in self._kept:
+                self._kept[lark] = self._compiled(lark)
+                if len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(lark)
+            return self._kept[lark].copy()
+
+    def _compiled(self, lark: str) -> Guide:
+        if self._vocabulary is None:
+            self._vocabulary = _vocabulary(self._tokenizer)
+        limits = _llguidance.LLParserLimits(**LIMITS)
+        source = _llguidance.LLMatcher.grammar_from_lark(lark)
+        matcher = _llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        ends = np.zeros(-(-self._tokenizer.vocab_size // 32), np.uint32)
+        for token in self._tokenizer.eog_ids:
+            ends[token // 32] |= np.uint32(1 << token % 32)
+        if matcher.is_stopped() and not matcher.is_accepting():
+            raise GrammarError("nothing fits it")
+        return Guide(matcher, ends)
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        ids = range(tokenizer.vocab_size)
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(tokenizer.eog_ids)
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(i) for i in ids]
+        self.special_token_ids = [i for i in ids if tokenizer.is_special(i)]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode(text, add_special=False, parse_special=False)
+
+
+def _vocabulary(tokenizer: Tokenizer) -> Any:
+    if not tokenizer.eog_ids:
+        raise GrammarError("this model's vocabulary has no token that ends an answer")
+    return _llguidance.LLTokenizer(
+        _llguidance.TokenizerWrapper(_Vocabulary(tokenizer)),
+        n_vocab=tokenizer.vocab_size,
+        eos_token=sorted(tokenizer.eog_ids),
+        slices=_llguidance.LLTokenizer.json_slices(),
+    )
+
+
+def lark_of(gbnf: str) -> str:
+    """llama.cpp's form of a grammar, or llguidance's own, which is left as it is. Raises
+    GrammarError."""
+    if _llguidance is None or len(gbnf) > MAX_SOURCE:
+        return gbnf[: MAX_SOURCE + 1]  # `guide` refuses it
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(gbnf)).removeprefix("%llguidance {}").lstrip()
+    except Exception as error:  # it raises whatever Python can
+        raise GrammarError(str(error) or type(error).__name__) from error
+
+
+def lark_of_regex(regex: str) -> str:
+    """A whole answer that matches."""
+    if _llguidance is None:
+        return regex
+    return f"start: /{_llguidance.regex_to_lark(regex)}/"
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n", 1)[0]

@@ -1,0 +1,204 @@
+"""What fits a grammar passes its masks, token by token, and what does not stops there."""
+
+import contextlib
+import json
+import time
+
+import numpy as np
+import pytest
+from voltapile.gateway.dialects.dialect import Tool
+from voltapile.gateway.dialects.gemma import FUNCTION_GEMMA, GEMMA4
+from voltapile.gateway.dialects.hermes import HERMES
+from voltapile.gateway.dialects.llama3 import LLAMA3
+from voltapile.gateway.dialects.plain import PLAIN
+from voltapile.gateway.dialects.qwen_xml import QWEN_XML
+from voltapile.gateway.grammar import GrammarError, Grammars, lark_of, lark_of_regex
+from voltapile.gateway.schemas import endless, explained, json_grammar
+from voltapile.gateway.splitter import Splitter
+from voltapile.gateway.tokenizer import Tokenizer
+
+END = 257
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    tokens = [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
+    tokenizer = Tokenizer.from_metadata(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": [*tokens, "<|im_start|>", "<|im_end|>"],
+            "tokenizer.ggml.token_type": [1] * 256 + [3, 3],
+            "tokenizer.ggml.merges": [],
+            "tokenizer.ggml.eos_token_id": END,
+        }
+    )
+    return Grammars(tokenizer)
+
+
+def follow(guide, text):
+    """The mask behind `text`; None if it does not fit."""
+    mask = guide.mask
+    for byte in text.encode():
+        if not allows(mask, byte):
+            return None
+        mask = guide.advance([byte])
+    return mask
+
+
+def allows(mask, token):
+    return bool(mask[token // 32] >> np.uint32(token % 32) & 1)
+
+
+def fits(guide, text):
+    mask = follow(guide, text)
+    return mask is not None and allows(mask, END)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": 1}', True),
+        ('{"a":1,"b":"y"}', True),
+        ('{\n  "a": 1,\n  "b": "x"\n}', True),
+        ('{"a": 1', False),
+        ('{"a": 1.5}', False),
+        ('{"b": "x"}', False),
+        ('{"a": 1, "c": 2}', False),
+        ("{" + "\n" * 3, False),
+    ],
+)
+def test_a_schema(grammars, text, expected):
+    assert fits(grammars.guide(json_grammar(SCHEMA)), text) == expected
+
+
+def test_nothing_but_the_end_may_follow(grammars):
+    mask = follow(grammars.guide(json_grammar(SCHEMA)), '{"a": 1}')
+    assert [token for token in range(258) if allows(mask, token)] == [END]
+
+
+def test_answers_of_one_grammar_do_not_meet(grammars):
+    first = grammars.guide("start: /a+b/")
+    second = first.copy()
+    assert allows(first.advance(list(b"aa")), ord("b"))
+    assert not allows(second.mask, ord("b"))
+    assert fits(second, "ab")
+
+
+def test_gbnf(grammars):
+    lark = lark_of('root ::= "yes" | "no" ws\nws ::= [ ]*')
+    assert fits(grammars.guide(lark), "no  ")
+    assert not fits(grammars.guide(lark), "maybe")
+
+
+def test_regex(grammars):
+    assert fits(grammars.guide(lark_of_regex("[0-9]{2}/x")), "12/x")
+
+
+@pytest.mark.parametrize("bad", ["root ::= (", 'foo ::= "a"', "root ::= bar", "\0"])
+def test_broken_gbnf(grammars, bad):
+    with pytest.raises(GrammarError):
+        grammars.guide(lark_of(bad))
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "string", "pattern": "(a"}, "pattern"),
+        ({"type": "string", "pattern": "(?=a)b"}, "pattern"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"if": {"type": "string"}, "then": {}}, "if"),
+        ({"type": "strng"}, "type"),
+        ({"$ref": "#/$defs/none"}, "$ref"),
+        ({"type": "string", "format": "no-such-format"}, "format"),
+        ({"not": {}, "x-guidance": {"lenient": True}}, "not"),
+    ],
+)
+def test_what_cannot_be_compiled_is_named(grammars, schema, keyword):
+    schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    with pytest.raises(GrammarError) as caught:
+        grammars.guide(json_grammar(schema))
+    assert f"the keyword '{keyword}'" in explained(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("schema", "ref"),
+    [
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}, "#/$defs/x"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "#"),
+        ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "#"),
+        ({"anyOf": [{"$ref": "#"}]}, "#"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, ""),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, ""),
+        ({"type": "array", "items": {"$ref": "#"}}, ""),
+        ({"$ref": "https://example.com/other"}, ""),
+        (SCHEMA, ""),
+    ],
+)
+def test_references_without_an_end(schema, ref):
+    assert endless(schema) == ref
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [f"value {i} {'x' * 40}" for i in range(2000)]},
+        {"anyOf": [{"type": "object", "properties": {f"k{i}": {"type": "string"}}, "required":
+                    [f"k{i}"]} for i in range(500)]},
+        {"type": "string", "minLength": 1_000_000},
+        {"type": "array", "minItems": 1_000_000, "items": {"type": "string"}},
+        {"type": "string", "pattern": "^((a|b){1,1000}c){1,1000}$"},
+        {"type": "string", "pattern": "^(.*a.{30})$"},
+    ],
+)  # fmt: skip
+def test_compiling_is_bounded(grammars, schema):
+    began = time.process_time()
+    with contextlib.suppress(GrammarError):
+        grammars.guide(json_grammar(schema))
+    assert time.process_time() - began < 5
+
+
+TOOLS = [
+    Tool("look", "", {"type": "object", "properties": {"at": {"type": "string"},
+                                                       "n": {"type": "integer"}},
+                      "required": ["at"], "additionalProperties": False}),
+    Tool("stop", ""),
+]  # fmt: skip
+LOOK = ("look", {"at": "here", "n": 3})
+CALLS = {
+    HERMES: '<tool_call>\n{"name": "look", "arguments": {"at": "here", "n": 3}}\n</tool_call>',
+    LLAMA3: '{"name": "look", "parameters": {"at": "here", "n": 3}}',
+    PLAIN: '{"name": "look", "arguments": {"at": "here", "n": 3}}',
+    QWEN_XML: "<tool_call>\n<function=look>\n<parameter=at>\nhere\n</parameter>\n<parameter=n>\n3"
+    "\n</parameter>\n</function>\n</tool_call>",
+    GEMMA4: '<|tool_call>call:look{"at": "here", "n": 3}<tool_call|>',
+    FUNCTION_GEMMA: '<start_function_call>call:look{"at": "here", "n": 3}<end_function_call>',
+}
+
+
+@pytest.mark.parametrize("dialect", CALLS, ids=lambda dialect: dialect.name)
+def test_forced_calls_fit_and_are_understood(grammars, dialect):
+    lark = dialect.grammar(TOOLS, True)
+    text = CALLS[dialect]
+    assert fits(grammars.guide(lark), text)
+    assert not fits(grammars.guide(lark), "Hello")
+    assert not fits(grammars.guide(lark), text.replace("look", "fly"))
+    splitter = Splitter(dialect, TOOLS)
+    [named, *rest] = splitter.push(text).calls
+    assert named.name == "look"
+    assert json.loads(named.arguments + "".join(f.arguments for f in rest)) == LOOK[1]
+
+
+def test_a_mask_has_a_bit_for_each_token(grammars):
+    assert len(grammars.guide("start: /a/").mask) == 9
