@@ -25,6 +25,7 @@ from types import FrameType
 import zmq
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
+from voltapile.shm.segment import SegmentError
 from voltapile.topology import affinity
 from voltapile.topology.endpoint import default_endpoint
 from voltapile.topology.notify import Notifier
@@ -98,7 +99,7 @@ class Worker:
     def run(self) -> int:
         """Live; returns the process's exit code. Only in a main thread, since it takes signals."""
         context = zmq.Context()
-        self.socket = self._connect(context)
+        self.socket = self._make_socket(context)
         self._watch_signals()
         try:
             with contextlib.ExitStack() as resources:
@@ -138,20 +139,27 @@ class Worker:
         self._say(failed)
 
     # --- start ----------------------------------------------------------------------------
-    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    def _make_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt_string(zmq.IDENTITY, self.name)
         socket.linger = 0
         self.monitor = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
-        socket.connect(self.endpoint)
         return socket
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[Board]:
-        """The Board of this Plan, with us on it."""
-        board = self.seat.join()
+        """The Board of this Plan, with us on it.
+
+        No word to the gateway before: our name is that of a process which may hold the seat.
+        """
+        try:
+            board = self.seat.join()
+        except SegmentError:  # which we want to tell
+            self.socket.connect(self.endpoint)
+            raise
+        self.socket.connect(self.endpoint)
         try:
             yield board
         except StoppedError as reason:

@@ -7,6 +7,7 @@ rank that comes waits until a group that was ended is gone. Knows neither gatewa
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 
 from voltapile.kernels.group import GroupError
@@ -26,10 +27,12 @@ class Seat:
         self.others = [other for other in range(ranks) if other != rank]
 
     def join(self) -> Board:
-        """Raises SegmentError, GroupError."""
+        """Raises SegmentError, GroupError; then nothing has changed for those who are there."""
         self.board = self._open()
-        before = self.board.health(self.rank).state
-        if before in ("loading", "ready") and any(map(self._lives, self.others)):
+        before = self.board.health(self.rank)
+        if before.pid != os.getpid() and self.board.aborted is None and self._lives(self.rank):
+            raise GroupError(f"rank {self.rank} runs as pid {before.pid}: it is started twice")
+        if before.state in ("loading", "ready") and any(map(self._lives, self.others)):
             self.leave("was started again")  # those who were with it wait for it in vain
         self._outlive()
         self.board.join(self.rank)

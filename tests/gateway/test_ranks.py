@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from voltapile.gateway.engine import Engine
 from voltapile.gateway.stream import Stream
 from voltapile.gateway.supervisor import Pulse, Restarts, Supervisor, plan_file, worker_command
 from voltapile.gateway.suspects import KILL
+from voltapile.shm.board import Board
+from voltapile.shm.segment import SegmentError
 from voltapile.topology.plan import Plan, sealed, to_json
 from voltapile.workers.protocol import Sampling
 
@@ -139,6 +142,20 @@ async def test_one_rank_fails(mini: Path, plan_for: Make, tmp_path: Path, method
         assert len(found) == TOKENS
 
 
+PROGRAM = "import sys; from voltapile.gateway.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def run_beside(plan: Plan, command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Once all ranks of the plan are ready."""
+    end = time.monotonic() + 40
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        with suppress(SegmentError), closing(Board.open(plan.id, len(plan.ranks))) as board:
+            if all(board.health(rank).state == "ready" for rank in range(board.num_ranks)):
+                break
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+
+
 async def test_workers_started_by_hand(mini: Path, plan_for: Make, tmp_path: Path) -> None:
     """They outlive a gateway, and end together when one of them ends."""
     plan = plan_for(
@@ -146,16 +163,12 @@ async def test_workers_started_by_hand(mini: Path, plan_for: Make, tmp_path: Pat
     )
     path = tmp_path / "plan.json"
     path.write_bytes(to_json(plan))
-    command = (
-        "import sys; from voltapile.gateway.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", command, "worker", "--plan", str(path), "--rank", str(i)]
-        )
-        for i in range(2)
-    ]
+    program = [sys.executable, "-c", PROGRAM, "worker", "--plan", str(path), "--rank"]
+    workers = [subprocess.Popen([*program, str(i)]) for i in range(2)]
     try:
+        twice = await asyncio.to_thread(run_beside, plan, [*program, "0"])
+        assert twice.returncode == 1
+        assert f"rank 0 runs as pid {workers[0].pid}" in twice.stderr
         tokens: list[list[int]] = []
         for _ in range(2):
             with Pulse(plan) as pulse:

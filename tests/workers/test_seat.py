@@ -126,6 +126,28 @@ def test_one_that_comes_again_ends_its_group(name: str, seats: list[Seat]) -> No
     board.close()
 
 
+def test_one_that_runs_keeps_its_seat(name: str, seats: list[Seat]) -> None:
+    for seat in seats:
+        seat.join()
+    board = seats[0].board
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        board._ranks["pid"][1] = child.pid
+        again = Seat(name, 2, 1)
+        with pytest.raises(GroupError, match=f"rank 1 runs as pid {child.pid}"):
+            again.join()
+        again.board.close()
+        assert board.aborted is None
+        assert board.health(1).pid == child.pid
+        board._ranks["heartbeat"][1] -= 60 * 10**9  # it hangs: this one takes its place
+        board.publish(0, "failed")
+        again.join()
+        assert board.health(1).pid == os.getpid()
+        again.board.close()
+    finally:
+        child.communicate()
+
+
 def test_why_a_group_ends(seats: list[Seat]) -> None:
     for seat in seats:
         seat.join()
