@@ -102,7 +102,7 @@ def copied(record: Any, copy: Callable[[Any], Any]) -> Any:
 
 
 def a_step(vocab: int, seed: int) -> tuple[Batch, SlotState, StepOutput]:
-    """Rows of all kinds: filtered, penalised, biased, greedy, finished."""
+    """Rows of all kinds: filtered, penalised, biased, greedy, masked, forced, finished."""
     rng, count, context = np.random.default_rng(seed), 6, 40
     order = np.arange(count, dtype=np.int32)
     tokens, ropes, continues = np.zeros((3, count), np.int32)
@@ -123,6 +123,8 @@ def a_step(vocab: int, seed: int) -> tuple[Batch, SlotState, StepOutput]:
     state.bias_count[:] = 0, 0, 2, 0, 1, 0
     state.bias_ids[:, 1], state.bias_values[:, :2] = 1, (2.5, -1e9)
     state.max_position[4] = 6
+    state.masked[2:4], state.mask[2], state.mask[3, :9] = 1, 0xAAAAAAAA, 0x0F0F0F0F
+    state.forced[1] = 2
     state.finished[5] = 2
     return batch, state, out
 
