@@ -38,7 +38,9 @@ MODELS = [
     ("qwen4exp", "f16", "p8"),
     ("qwen4exp-k", "Q4_K_M", "p8"),
 ]
-TOLERANCE = 1e-3  # of the largest logit: keys and values are halves where blocks are chosen
+# Of the largest logit. Activations that meet quantised experts are halves, and so are keys and
+# values where blocks are chosen; experts that are not quantised lose nothing.
+TOLERANCE, EXACT = 2e-3, 1e-4
 
 
 class Mixed(ReferenceFamilyOps):
@@ -131,4 +133,5 @@ def test_logits(
             engine.load()
             found.append(np.concatenate(list(engine.prompt_logits(ids))))
     assert ops.calls  # type: ignore[attr-defined]
-    assert np.abs(found[1] - found[0]).max() <= TOLERANCE * np.abs(found[0]).max()
+    tolerance = EXACT if (model, kind) == ("qwen3moe", "f16") else TOLERANCE
+    assert np.abs(found[1] - found[0]).max() <= tolerance * np.abs(found[0]).max()
