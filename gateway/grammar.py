@@ -15,9 +15,11 @@ import numpy as np
 from voltapile.gateway.tokenizer import Tokenizer
 
 try:
-    import llguidance as _llguidance
+    import llguidance
 except ImportError:  # pragma: no cover  (no wheel for this machine)
-    _llguidance = None  # type: ignore[assignment]
+    llguidance = None  # type: ignore[assignment]
+
+_llguidance: Any = llguidance  # None, where it is not there
 
 MAX_SOURCE = 1 << 20  # characters of a grammar: compiling one takes a second or two at most
 KEPT = 32  # compiled grammars
