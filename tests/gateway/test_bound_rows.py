@@ -1,4 +1,4 @@
-"""Rows that a grammar or a budget binds: they wait for what binds them, and run ahead of nothing."""
+"""Rows that a grammar or a budget binds wait for what binds them, and run ahead of nothing."""
 
 from __future__ import annotations
 
