@@ -28,6 +28,8 @@ def pin(cpus: Sequence[int], node: int = -1) -> bool:
     """
     before, pinned = os.sched_getaffinity(0), True
     if cpus:
+        if missing := sorted(set(cpus) - before):
+            log.warning("CPUs %s of the plan are not there for this process", missing)
         wide = set(cpus) | (numa.cpus_of(node) & before if node >= 0 else set())
         try:
             os.sched_setaffinity(0, wide)

@@ -21,6 +21,7 @@ from voltapile.topology.nodes import text as _text
 __all__ = ["CpuNode", "Gpu", "Link", "Machine", "MachineError", "islands", "load", "probe", "save"]
 
 LINK_KINDS = ("nvlink", "pcie", "host")
+LEAST_ARCH, MOST_ARCH = 50, 130  # compute capability of GPUs, ten times
 MAX_RATE = 1e14  # bytes a second; above any memory
 
 
@@ -123,13 +124,21 @@ def _fault(machine: Machine) -> str:
     if machine.version != 1 or not any(node.cpus for node in machine.nodes):
         return "expected a machine of version 1 with CPUs"
     for node in machine.nodes:
-        if not 0 <= node.cores <= len(node.cpus) or len(set(node.cpus)) < len(node.cpus):
+        if node.id < 0 or any(cpu < 0 for cpu in node.cpus):
+            return f"node {node.id} with CPUs {node.cpus}: a number is negative"
+        if not min(1, len(node.cpus)) <= node.cores <= len(node.cpus):
             return f"node {node.id} has {node.cores} cores, but CPUs {node.cpus}"
     ids = [node.id for node in machine.nodes]
     indexes = [gpu.index for gpu in machine.gpus]
-    for what, numbers in (("node", ids), ("GPU", indexes)):
+    cpus = [cpu for node in machine.nodes for cpu in node.cpus]
+    for what, numbers in (("node", ids), ("GPU", indexes), ("CPU", cpus)):
         if twice := [each for each in numbers if numbers.count(each) > 1]:
             return f"{what} {twice[0]} is there twice"
+    for gpu in machine.gpus:
+        if gpu.node not in (-1, *ids):
+            return f"GPU {gpu.index} is at node {gpu.node}, which is not there"
+        if not LEAST_ARCH <= gpu.arch <= MOST_ARCH:
+            return f"GPU {gpu.index} has arch {gpu.arch}, expected {LEAST_ARCH} to {MOST_ARCH}"
     if machine.shared_bytes < 0:
         return f"{machine.shared_bytes} bytes of shared memory are free"
     sizes = {"this machine": (machine.available_bytes, machine.memory_bytes)}

@@ -48,3 +48,12 @@ def test_cpus_that_do_not_exist(caplog: pytest.LogCaptureFixture) -> None:
     assert "cannot pin to CPUs [100000]" in caplog.text
     assert os.sched_getaffinity(0) == before
     assert pin([])
+
+
+def test_a_cpu_that_is_not_there_beside_one_that_is(caplog: pytest.LogCaptureFixture) -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        assert pin([min(before), 1023])
+    finally:
+        os.sched_setaffinity(0, before)
+    assert "CPUs [1023] of the plan are not there" in caplog.text
