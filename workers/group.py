@@ -22,6 +22,8 @@ from voltapile.shm.board import HANDLE_BYTES, HANDLES, Board, exists
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # from the first rank's coming to the last's
+# For which one exchange may wait for a rank that lives: it loads, or is at another exchange.
+EXCHANGE_SECONDS = 3600.0
 # For which a rank may let others wait in a step, or show no life while loading, by backend. On CPUs
 # a stage of layers may compute for long.
 WAIT_SECONDS = {"cuda": 20.0, "cpu": 60.0, "reference": 600.0}
@@ -77,7 +79,7 @@ class BoardGroup:
                 )
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """See kernels/group.py. Waits for as long as the missing rank is alive."""
+        """See kernels/group.py. Waits while the missing rank is alive, EXCHANGE_SECONDS at most."""
         assert len(data) <= MOST_BYTES, len(data)
         self._number += 1
         number, mine = self._number, self._records[self.rank]
@@ -126,6 +128,11 @@ class BoardGroup:
             raise GroupError(
                 f"rank {self.rank} has waited {waited:.0f} s for rank {other}, which has shown no "
                 f"life for {health.age:.0f} s"
+            )
+        if waited > EXCHANGE_SECONDS:
+            raise GroupError(
+                f"rank {self.rank} has waited {waited:.0f} s for what rank {other} was to tell; "
+                "it lives: perhaps it takes steps in another order"
             )
 
     def _wait(self, missing: Callable[[], int]) -> Iterator[float]:

@@ -13,6 +13,7 @@ import pytest
 from voltapile.kernels.group import GroupError, shared_memory
 from voltapile.shm.board import Board
 from voltapile.shm.segment import Segment, SegmentError
+from voltapile.workers import group as group_module
 from voltapile.workers.group import MOST_BYTES, BoardGroup, meet
 
 RANKS = 4
@@ -111,6 +112,20 @@ def test_an_exchange_waits_for_a_rank_that_shows_life(board: Board) -> None:
         return group.exchange(b"")
 
     assert all(found == [b""] * RANKS for found in in_threads(work).values())
+
+
+def test_an_exchange_with_a_rank_that_lives_has_an_end(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would not where ranks disagree on the order of exchanges."""
+    monkeypatch.setattr(group_module, "EXCHANGE_SECONDS", 0.2)
+
+    def work(rank: int) -> Any:
+        group = meet("p", board, rank)
+        return group.exchange(b"") if rank else None
+
+    found = in_threads(work)
+    assert all("rank 0 was to tell; it lives" in str(found[rank]) for rank in range(1, RANKS))
 
 
 def test_an_exchange_gives_up_on_a_rank_that_shows_none(board: Board) -> None:
