@@ -200,9 +200,13 @@ def _told(error: OSError) -> str:
         return text
     free, total = there.f_bavail * there.f_frsize, there.f_blocks * there.f_frsize
     return (
-        f"{text}: {free >> 20} of {total >> 20} MiB of {FOLDER} are free; "
+        f"{text}: {_size(free)} of {_size(total)} of {FOLDER} are free; "
         f"mount -o remount,size=... {FOLDER}, or --shm-size for a container"
     )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
 def _advise_huge(mapped: mmap.mmap, path: Path) -> None:

@@ -108,9 +108,12 @@ def _shortage(budget: Budget, context: int) -> str:
         if pool.part(name)
     )
     where = "" if len(budget.pools) == 1 else f" on {pool.owner}"
+    kept = f"{show(budget.margin)} kept free"
+    if kv + pool.fixed <= pool.available + budget.margin:
+        kept += "; a smaller --margin would do"
     return (
         f"not enough memory{where}: {show(kv + pool.fixed)} needed ({named}cache for a context of "
         f"{context} {show(kv)}, scratch {show(pool.part('scratch'))}, slots "
         f"{show(pool.part('slots'))}, reserve {show(pool.part('reserve'))}), but "
-        f"{show(max(0, pool.available))} available ({show(budget.margin)} kept free)"
+        f"{show(max(0, pool.available))} available ({kept})"
     )

@@ -95,8 +95,16 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         if args.verbose:
             raise
-        print(f"voltapile: {error}", file=sys.stderr)
+        print(f"voltapile: {told(error)}", file=sys.stderr)
         return 1
+
+
+def told(error: Exception) -> str:
+    """For people: without the number that Python puts before what the system says."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return ": ".join([*names, error.strerror])
 
 
 if __name__ == "__main__":

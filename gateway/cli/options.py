@@ -50,7 +50,7 @@ def add_model_options(
         help="states of a hybrid model that are kept for later turns, for each of -np")  # fmt: skip
     add("-cpent", "--checkpoint-every-n-tokens", dest="checkpoint_tokens", type=int, default=4096,
         metavar="N", help="of a prompt between two of them")  # fmt: skip
-    add("-cram", "--cache-ram", type=int, default=-1, metavar="MIB",
+    add("-cram", "--cache-ram", type=mebibytes, default=-1, metavar="MIB",
         help="host memory for them; -1: a part of what is free, up to 8192")  # fmt: skip
     add("--ngram-table", default="", choices=("pinned", "mapped"),
         help="a table of n-grams in host memory, or in the file on a drive")  # fmt: skip
@@ -108,6 +108,13 @@ def _add_placement_options(parser: argparse.ArgumentParser) -> None:
 def parts(text: str) -> list[float]:
     """The numbers of -ts. Raises ValueError."""
     return [float(each) for each in text.replace("/", ",").split(",")]
+
+
+def mebibytes(text: str) -> int:
+    """The number of -cram, -1: choose. Raises ValueError."""
+    if int(text) < -1:
+        raise ValueError(text)
+    return int(text)
 
 
 def numbers(text: str) -> list[int]:

@@ -116,8 +116,11 @@ def test_memory_is_touched_first_by_the_cpus_of_its_nodes(
     assert touched == [(0, 0, HUGE_PAGE), (0, 2, 5), (8, 1, HUGE_PAGE)]
 
 
+@pytest.mark.parametrize(
+    ("unit", "shown"), [(20, "10 MiB of 64 MiB"), (13, "80 KiB of 512 KiB"), (0, "0 KiB of 0 KiB")]
+)
 def test_a_small_dev_shm_is_told_with_numbers(
-    plan_id: str, monkeypatch: pytest.MonkeyPatch
+    plan_id: str, monkeypatch: pytest.MonkeyPatch, unit: int, shown: str
 ) -> None:
     def full(*args: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -126,12 +129,12 @@ def test_a_small_dev_shm_is_told_with_numbers(
     monkeypatch.setattr(
         module.os,
         "statvfs",
-        lambda path: SimpleNamespace(f_bavail=10, f_blocks=64, f_frsize=1 << 20),
+        lambda path: SimpleNamespace(f_bavail=10, f_blocks=64, f_frsize=1 << unit),
     )
     with pytest.raises(SegmentError) as caught:
         Segment.create(plan_id, "x", 80 << 20)
     assert str(caught.value).endswith(
-        "83886080 bytes of shared memory: No space left on device: 10 of 64 MiB of /dev/shm are "
+        f"83886080 bytes of shared memory: No space left on device: {shown} of /dev/shm are "
         "free; mount -o remount,size=... /dev/shm, or --shm-size for a container"
     )
 

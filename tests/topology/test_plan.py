@@ -159,6 +159,9 @@ def test_not_enough_memory_says_numbers_and_options(
     assert "cache for a context of 20000000 19.4" in message
     assert "9.75 GiB available (256.0 MiB kept free): use -c 99" in message
     assert "\n" not in message
+    assert "--margin" not in message
+    with pytest.raises(PlanError, match="kept free; a smaller --margin would do"):
+        plan(spec, gguf, laptop, BACKEND, Options(context=64, margin_bytes=laptop.available_bytes))
     with pytest.raises(PlanError, match="or -ctk q8_0 -ctv q8_0"):
         plan(spec, gguf, laptop, BACKEND, Options(context=12 * 10**6))
     with pytest.raises(PlanError, match="use a smaller model or quantisation"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
-from voltapile.gateway.cli.main import COMMANDS, parser_for
+from voltapile.gateway.cli.main import COMMANDS, main, parser_for, told
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -29,3 +31,17 @@ def test_streams_that_the_caller_closed_are_opened() -> None:
     )
     closed = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
     assert subprocess.run(closed, timeout=60).returncode == 0
+
+
+def test_errors_of_the_system_are_told_without_their_number() -> None:
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/nonexistent/x")
+    assert told(missing) == "/nonexistent/x: No such file or directory"
+    assert told(OSError(errno.EADDRINUSE, "port 80: in use")) == "port 80: in use"
+    assert told(OSError("the model is not there")) == "the model is not there"
+    assert told(ValueError("-c 0")) == "-c 0"
+
+
+def test_a_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    path = os.path.join(os.devnull, "x")
+    assert main(["probe", "-o", path]) == 1
+    assert capsys.readouterr().err.endswith(f"voltapile: {path}: Not a directory\n")

@@ -68,6 +68,18 @@ def test_sizes() -> None:
             size(text)
 
 
+def test_memory_for_states() -> None:
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    assert [parser.parse_args(["-m", "x", "-cram", n]).cache_ram for n in "0 -1 7".split()] == [
+        0,
+        -1,
+        7,
+    ]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["-m", "x", "-cram", "-5"])
+
+
 def test_devices() -> None:
     assert devices("cuda") == devices("cpu") == []
     assert devices("cuda:1,CUDA0,2") == [1, 0, 2]
