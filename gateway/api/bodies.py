@@ -77,6 +77,10 @@ class Generating(Sampled, kw_only=True):
     return_tokens: bool | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
+    grammar: Annotated[str, Meta(description="GBNF, or llguidance's Lark")] | None = None
+    json_schema: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    reasoning_budget: Annotated[int, Meta(ge=-1)] | None = None
 
 
 class OpenAi(Generating, kw_only=True):
@@ -152,6 +156,7 @@ class MessagesBody(Sampled, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 class TokenizeBody(Struct):

@@ -13,7 +13,8 @@ from typing import Any
 from aiohttp import web
 from voltapile.gateway.api import codec
 from voltapile.gateway.api.answer import feed
-from voltapile.gateway.api.errors import ApiError, bad_request, json_response
+from voltapile.gateway.api.bounds import bounds_of
+from voltapile.gateway.api.errors import ApiError, json_response
 from voltapile.gateway.api.generate import Delta, Generation, Outcome, started
 from voltapile.gateway.api.messages_schema import MessagesRequest, messages_request
 from voltapile.gateway.api.prompt import chat_prompt, conversation
@@ -26,12 +27,12 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 async def messages(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     asked = await _read(request)
-    if asked.chat.use.is_forced:
-        message = "'tool_choice' may be auto or none; other types are not supported yet"
-        raise bad_request(message, "tool_choice", "unsupported_parameter")
     chat = await conversation(services, asked.chat, asked.prefill)
     client, options = client_of(request), asked.chat.options
-    [generation] = started(services, [chat.ids], options, client, reading=chat.reading)
+    bounds = await bounds_of(services, options, chat.reading)
+    [generation] = started(
+        services, [chat.ids], options, client, reading=chat.reading, bounds=bounds
+    )
     try:
         if options.stream:
             return await _streamed(request, services, generation)

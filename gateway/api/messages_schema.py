@@ -33,7 +33,11 @@ class MessagesRequest:
 
 def messages_request(body: bytes, vocab_size: int) -> MessagesRequest:
     fields = Fields.parse(body)
-    taken = {name: fields.values[name] for name in TAKEN if name in fields.values}
+    thinking = fields.object("thinking")
+    thinks = _thinks(thinking)
+    taken = {name: fields.values[name] for name in TAKEN if name in fields.values} | _form(fields)
+    if thinks:
+        taken["reasoning_budget"] = thinking.integer("budget_tokens")
     options = read_options(
         Fields(taken), default_tokens=UNLIMITED, logprobs=-1, vocab_size=vocab_size
     )
@@ -45,7 +49,6 @@ def messages_request(body: bytes, vocab_size: int) -> MessagesRequest:
     messages = _system(fields.values.get("system"))
     for i, message in enumerate(given):
         messages += _messages(message, f"messages[{i}]")
-    thinks = _thinks(fields.object("thinking"))
     prefill = _prefill(messages, thinks)
     if not messages:
         raise bad_request("'messages' must hold something to answer", "messages")
@@ -94,6 +97,18 @@ def _tool(tool: Any, param: str) -> dict[str, Any]:
     if tool.get("description") is not None:
         function["description"] = tool["description"]
     return {"type": "function", "function": function}
+
+
+def _form(fields: Fields) -> dict[str, Any]:
+    """Anthropic's way to ask for JSON of a schema, as OpenAI's."""
+    form = fields.object("output_config").object("format")
+    if not form.values:
+        return {}
+    if form.values.get("type") != "json_schema":
+        message = "'output_config.format.type' must be json_schema"
+        raise bad_request(message, "output_config.format.type")
+    schema = {"schema": form.object("schema").values}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _thinks(thinking: Fields) -> bool:

@@ -109,6 +109,7 @@ class ScriptedEngine:
         want: Any = None,
         client: str = "",
         salt: bytes = b"",
+        **bounds: Any,
     ) -> ScriptedStream:
         if self.refusal is not None:
             raise self.refusal

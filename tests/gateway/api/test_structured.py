@@ -271,3 +271,43 @@ async def test_a_tool_whose_schema_cannot_be_compiled(post):
     status, body = await post(BODY | given)
     assert (status, body["error"]["param"]) == (400, "tools")
     assert "'not'" in body["error"]["message"]
+
+
+ASKED = {"messages": BODY["messages"], "max_tokens": 200}
+OWN = [
+    {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]}
+    for each in TOOLS
+]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [({"type": "any"}, {"look", "stop"}), ({"type": "tool", "name": "stop"}, {"stop"})],
+)
+async def test_a_call_that_anthropics_clients_force(post, choice, names):
+    given = {"tools": OWN, "tool_choice": choice | {"disable_parallel_tool_use": True}}
+    status, body = await post(ASKED | given, "/v1/messages")
+    assert (status, body["stop_reason"]) == (200, "tool_use")
+    [block] = body["content"]
+    assert block["name"] in names
+    assert 0 <= block["input"]["n"] <= 99
+
+
+async def test_a_schema_of_anthropics_clients(post):
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    status, body = await post(ASKED | {"output_config": config}, "/v1/messages")
+    assert status == 200
+    assert json.loads(body["content"][0]["text"])["b"] in ("x", "é")
+    config["format"]["type"] = "xml"
+    assert (await post(ASKED | {"output_config": config}, "/v1/messages"))[0] == 400
+
+
+async def test_a_budget_of_anthropics_clients(post):
+    thinking = {"type": "enabled", "budget_tokens": 7}
+    status, body = await post(ASKED | {"thinking": thinking}, "/v1/messages")
+    assert status == 200
+    first, second = body["content"]
+    assert (first["type"], first["thinking"]) == ("thinking", "z" * 7)
+    assert set(second["text"]) == {"z"}
+    thinking["budget_tokens"] = "many"
+    assert (await post(ASKED | {"thinking": thinking}, "/v1/messages"))[0] == 400
