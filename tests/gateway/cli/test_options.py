@@ -71,11 +71,8 @@ def test_sizes() -> None:
 def test_memory_for_states() -> None:
     parser = argparse.ArgumentParser()
     add_model_options(parser)
-    assert [parser.parse_args(["-m", "x", "-cram", n]).cache_ram for n in "0 -1 7".split()] == [
-        0,
-        -1,
-        7,
-    ]
+    for number in (-1, 0, 7):
+        assert parser.parse_args(["-m", "x", "-cram", str(number)]).cache_ram == number
     with pytest.raises(SystemExit):
         parser.parse_args(["-m", "x", "-cram", "-5"])
 
