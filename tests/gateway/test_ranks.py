@@ -185,3 +185,29 @@ async def test_workers_started_by_hand(mini: Path, plan_for: Make, tmp_path: Pat
         for worker in workers:
             worker.kill()
             worker.wait()
+
+
+async def test_one_that_was_stopped_and_started_by_hand(
+    mini: Path, plan_for: Make, tmp_path: Path
+) -> None:
+    """The others end; it does when it goes on."""
+    plan = plan_for(
+        mini / "llama/model-f16.gguf", "cpu", endpoint=f"ipc://{tmp_path}/s", ranks=2, threads=2
+    )
+    path = tmp_path / "plan.json"
+    path.write_bytes(to_json(plan))
+    program = [sys.executable, "-c", PROGRAM, "worker", "--plan", str(path), "--rank"]
+    with Pulse(plan) as pulse:
+        workers = [subprocess.Popen([*program, str(i)]) for i in range(2)]
+        try:
+            async with Engine(plan, None, pulse, 2.0) as engine:
+                await until(lambda: engine.health.status == "ok")
+                workers[1].send_signal(signal.SIGSTOP)
+                await until(lambda: engine.health.status == "loading")
+                await asyncio.to_thread(workers[0].wait, 10)
+                workers[1].send_signal(signal.SIGCONT)
+                await asyncio.to_thread(workers[1].wait, 10)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
