@@ -7,8 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from voltapile.kernels.cpu import _cpu
-from voltapile.kernels.cpu.ops import unpack
+from voltapile.kernels.cpu import _cpu, weights
 from voltapile.shm.formats import format_of
 
 FORMATS = [
@@ -50,6 +49,10 @@ SPECIAL_HALVES = [
     0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x83FF, 0x0400, 0x8400, 0x3C00, 0xBC00, 0x7BFF, 0xFBFF,
     0x7C00, 0xFC00, 0x7C01, 0x7E00, 0xFE00,
 ]  # fmt: skip
+
+
+def unpack(data: np.ndarray, name: str, count: int) -> np.ndarray:
+    return weights.unpack(data, format_of(name).id, count)
 
 
 def scatter_iq1_m(raw: np.ndarray, halves: np.ndarray) -> None:
