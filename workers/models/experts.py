@@ -28,6 +28,8 @@ class ExpertFFN:
                 weights(f"{blk}.ffn_{name}_exps.weight") for name in ("gate", "up")
             )
             down = weights(f"{blk}.ffn_down_exps.weight")
+            assert gate is not None
+            assert up is not None
             self.table = self.ops.expert_table(gate, up, down, share.experts[0])
         self.ffn_gate_inp_shexp = weights.optional(f"{blk}.ffn_gate_inp_shexp.weight")
         self.ffn_gate_shexp = weights.optional(f"{blk}.ffn_gate_shexp.weight")
