@@ -104,7 +104,11 @@ def test_generated_rows(ops_for: Callable[[int], Any], arch: int) -> None:
 
 
 @pytest.mark.usefixtures("whole_pieces")
-@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0")], ids=str)
+@pytest.mark.parametrize(
+    "types",
+    [("f16", "f16"), pytest.param(("q8_0", "q8_0"), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_shares_of_a_piece(ops_for: Callable[[int], Any], types: tuple[str, str]) -> None:
     """A block takes the shares of a piece in turn: some with one step, some with two, some none."""
     ops = ops_for(90)

@@ -142,6 +142,7 @@ def test_experts(ops: Any, gate: str, up: str, down: str, width: int, inner: int
     np.testing.assert_array_equal(np.concatenate(alone), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("up", "down", "width", "inner"), [("Q4_K", "Q6_K", 256, 256), ("Q8_0", "Q5_0", 160, 96)]
 )
@@ -223,7 +224,8 @@ def compare_states(ops: Any, mine: Any, theirs: Any, slots: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "values", "dim", "gate"), [(2, 6, 64, "silu"), (1, 2, 128, "sigmoid")]
+    ("keys", "values", "dim", "gate"),
+    [pytest.param(2, 6, 64, "silu", marks=pytest.mark.slow), (1, 2, 128, "sigmoid")],
 )
 def test_delta_net(plain: Any, keys: int, values: int, dim: int, gate: str) -> None:
     of = tuple(i % keys for i in range(values))
@@ -274,7 +276,7 @@ def test_drafts_change_no_bits(plain: Any) -> None:
     np.testing.assert_array_equal(run(drafted, 5, 9, kept=kept), expected[5:])
 
 
-@pytest.mark.parametrize("taps", ["F32", "F16"])
+@pytest.mark.parametrize("taps", [pytest.param("F32", marks=pytest.mark.slow), "F16"])
 def test_ngrams_join_the_streams(plain: Any, taps: str) -> None:
     count, width, dilation = 4, 40, 3
     channels = count * width

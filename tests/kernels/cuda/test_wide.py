@@ -24,6 +24,7 @@ def _clean_deals(monkeypatch: pytest.MonkeyPatch) -> None:
     wide.deal.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", wide.FORMATS)
 def test_bits_are_those_of_rows(
     name: str,
