@@ -27,7 +27,7 @@ MODELS: dict[str, type[Model]] = {
 
 
 # What each backend has beyond the dense models: see kernels/families.py.
-HAVE_FAMILIES = ("cpu", "reference")
+HAVE_FAMILIES = ("cpu", "cuda", "reference")
 FAMILIES = ("qwen3moe", "qwen3next", "qwen35", "qwen35moe", "qwen4exp")
 
 
