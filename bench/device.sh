@@ -24,6 +24,7 @@ mkdir -p "$out"
 export PYTHONPATH=$site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 python=${PYTHON:-python3}
 random=${STARTUP:-qwen3-8b-q8}  # the model of which a whole file is written
+timed=${MODELS:-qwen3-8b-q4km qwen3-8b-q8}
 all=(build compile elementwise sample matmul attention model serve gpu_matmul gpu_attention bench
   streams startup http)
 stages=("${@:-${all[@]}}")
@@ -51,21 +52,23 @@ setup() {
   done
   [ -d "$site/msgspec" ] || $python -m pip install -q --no-index --no-deps --no-compile \
     --no-cache-dir --target "$site" device/wheels/*.whl
-  for module in device/_cpu*.so; do
+  for module in device/module/_cpu*.so; do
     if [ -f "$module" ] && [ ! -f "kernels/cpu/$(basename "$module")" ]; then
       cp "$module" kernels/cpu/
     fi
   done
-  [ -d "$models/ptx" ] || tar -C "$models" -xzf device/ptx.tar.gz
-  if [ -f device/golden.tar.gz ] && [ ! -d ../shared/golden ]; then
-    mkdir -p ../shared/golden
-    tar -C ../shared/golden -xzf device/golden.tar.gz
+  if [ -f device/ptx.tar.gz ] && [ ! -d "$models/ptx" ]; then
+    tar -C "$models" -xzf device/ptx.tar.gz
   fi
-  for header in device/*.header.gz; do
+  for golden in device/golden*.tar.gz; do
+    mkdir -p ../shared/golden
+    [ -f "$golden" ] && tar -C ../shared/golden -xzf "$golden"
+  done
+  for header in device/headers/*.header.gz; do
     stem=$(basename "$header" .header.gz)
     [ -f "$models/$stem.gguf" ] && continue
     gunzip -c "$header" > "$models/$stem.gguf"
-    truncate -s "$(cat "device/$stem.length")" "$models/$stem.gguf"
+    truncate -s "$(cat "device/headers/$stem.length")" "$models/$stem.gguf"
   done
   nvidia-smi --query-gpu=name,memory.total,memory.used,driver_version,clocks.sm --format=csv,noheader
   $python -c "
@@ -88,7 +91,8 @@ arch() { $python -c "from voltapile.topology.gpu import probe_gpus as p; print('
 tests() { $python -m pytest -q -W default --maxfail="${MAXFAIL:-8}" --ptx "$models/ptx" -k "${SELECT:-}" "$@" -rfE --tb=short; }
 
 bench() {
-  for model in "$models"/*.gguf; do
+  for name in $timed; do
+    model=$models/$name.gguf
     echo "$(basename "$model")"
     for shape in "-p 512 -n 64" "-p 2048 -n 64 -b 2048" "-p 8192 -n 64 -b 2048" \
       "-d 32768 -p 64 -n 64" "-d 131072 -p 64 -n 64" \
@@ -114,7 +118,8 @@ ranks() {
 }
 
 streams() {
-  for model in "$models"/*.gguf; do
+  for name in $timed; do
+    model=$models/$name.gguf
     echo "$(basename "$model")"
     $python -m voltapile.gateway.cli.main bench -m "$model" --backend cuda --dummy \
       -p 128 -n 64 -npl "${STREAMS:-1,8,32}" -b 2048 2>> "$out/bench-log.txt"
@@ -153,7 +158,7 @@ run() {
     multi)
       stage 300 multi bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_ranks.py" ;;
     bench | streams | ranks)
-      stage 400 "$1" bash -c "$(declare -f bench streams ranks); python='$python' models='$models' out='$out'; $1" ;;
+      stage 400 "$1" bash -c "$(declare -f bench streams ranks); python='$python' models='$models' out='$out' timed='$timed'; $1" ;;
     startup) stage 200 startup $python bench/gpu_startup.py "$models/$random.gguf" --folder /tmp --upload ;;
     http)
       [ -f "/tmp/$random-random.gguf" ] || run startup

@@ -12,9 +12,11 @@ golden=${1:-../shared/golden}
 synth=${2:-../shared/tools/synth_gguf.py}
 python=${PYTHON:-.venv/bin/python}
 there=${DEVICE_PYTHON:-3.12}
-presets=(qwen3-8b-q4km qwen3-8b-q8)
+presets=(qwen3-8b-q4km qwen3-8b-q8 qwen3-30b-a3b-q4km qwen35-27b-q8 qwen35moe-35b-a3b-q4km
+  flash-next-q4)
 models=(llama-tied llama-untied qwen2 qwen3 gemma3)
-mkdir -p device
+families=(qwen3moe qwen3moe-k qwen35 qwen35-k qwen35moe qwen3next qwen4exp qwen4exp-k)
+mkdir -p device/headers device/module
 
 if [ ! -d device/wheels ]; then
   mkdir -p device/wheels.new
@@ -30,6 +32,8 @@ fi
 
 if [ -d "$golden" ]; then
   tar -C "$golden" -czf device/golden.tar.gz "${models[@]}"
+  tar -C "$golden" --exclude=model-f16.gguf --exclude=model-f32.gguf \
+    -czf device/golden-families.tar.gz "${families[@]}"
 fi
 
 if there_python=$("python$there" -c 'import sys; print(sys.executable)' 2> /dev/null); then
@@ -41,7 +45,7 @@ if there_python=$("python$there" -c 'import sys; print(sys.executable)' 2> /dev/
     -DPython_EXECUTABLE="$there_python" > /dev/null
   cmake --build "$build" > /dev/null
   unset PYTHONPATH
-  cp "$build"/_cpu*.so device/
+  cp "$build"/_cpu*.so device/module/
 fi
 
 rm -rf device/ptx
@@ -51,9 +55,12 @@ rm -rf device/ptx
 
 # A header, and how long its file would be.
 for preset in "${presets[@]}"; do
-  [ -f "device/$preset.header.gz" ] && continue
-  $python "$synth" "$preset" "device/$preset.gguf" --sparse > /dev/null
-  $python - "device/$preset" <<'PYTHON'
+  stem=device/headers/$preset
+  [ -f "$stem.header.gz" ] && continue
+  table=()
+  [ "$preset" = flash-next-q4 ] && table=(--ngram-base 200000)  # all of it in one card's memory
+  $python "$synth" "$preset" "$stem.gguf" --sparse "${table[@]}" > /dev/null
+  $python - "$stem" <<'PYTHON'
 import gzip, sys
 from voltapile.shm.gguf import Gguf
 stem = sys.argv[1]
@@ -66,6 +73,6 @@ with gzip.open(f"{stem}.header.gz", "wb") as file:
 with open(f"{stem}.length", "w") as file:
     file.write(f"{length}\n")
 PYTHON
-  rm "device/$preset.gguf"
+  rm "$stem.gguf"
 done
 du -sh device/*
