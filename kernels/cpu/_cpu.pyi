@@ -8,7 +8,9 @@ from voltapile.kernels.ops import Batch, SlotState, StepOutput
 Array = np.ndarray
 
 class Matrix:
-    def __init__(self, data: Array, type: int, rows: int, cols: int) -> None: ...
+    def __init__(
+        self, data: Array, type: int, rows: int, cols: int, factors: Array | None = None
+    ) -> None: ...
 
 class KvCache:
     def __init__(

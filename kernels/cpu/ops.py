@@ -85,6 +85,20 @@ class CpuOps(CpuCollectives):
 
     # --- memory ---------------------------------------------------------------------------
     def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> CpuWeight:
+        return self._weight(data, type_name, shape, None)
+
+    def scaled_weight(
+        self, data: np.ndarray, type_name: str, shape: tuple[int, ...], scale: np.ndarray
+    ) -> CpuWeight:
+        """A matrix whose file has a factor of it in another tensor; of each expert, if it has so
+        many."""
+        assert len(shape) > 1, "a vector has no factor"
+        factors = np.broadcast_to(scale, shape[0] if len(shape) > 2 else 1)
+        return self._weight(data, type_name, shape, factors.astype(np.float32))
+
+    def _weight(
+        self, data: np.ndarray, type_name: str, shape: tuple[int, ...], factors: np.ndarray | None
+    ) -> CpuWeight:
         kind = format_of(type_name)
         if not _cpu.is_supported(kind.id):
             raise ValueError(f"the cpu backend has no tensor type {type_name}")
@@ -94,8 +108,8 @@ class CpuOps(CpuCollectives):
             f"{data.nbytes} bytes for {type_name} {shape}"
         )
         if len(shape) > 1:
-            matrix = _cpu.Matrix(data.reshape(-1), kind.id, rows, shape[-1])
-            return CpuWeight(tuple(shape), data.nbytes, matrix, None, data, kind.id)
+            matrix = _cpu.Matrix(data.reshape(-1), kind.id, rows, shape[-1], factors)
+            return CpuWeight(tuple(shape), data.nbytes, matrix, None, data, kind.id, factors)
         vector = data.view(np.float32) if type_name == "F32" else unpack(data, kind.id, shape[0])
         return CpuWeight(tuple(shape), vector.nbytes, vector=vector)
 
@@ -103,8 +117,9 @@ class CpuOps(CpuCollectives):
         assert isinstance(weight, CpuWeight)
         assert weight.data is not None, "a vector where a matrix is needed"
         data = weight.data.reshape(weight.shape[0], -1)[start:stop].reshape(-1)
-        shape = stop - start, weight.shape[1]
-        return CpuWeight(shape, 0, _cpu.Matrix(data, weight.kind, *shape), None, data, weight.kind)
+        shape, kind, factors = (stop - start, weight.shape[1]), weight.kind, weight.factors
+        matrix = _cpu.Matrix(data, kind, *shape, factors)
+        return CpuWeight(shape, 0, matrix, None, data, kind, factors)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return self._counted(shape, dtype, "slots")

@@ -22,6 +22,7 @@ class CpuWeight:
     vector: np.ndarray | None = None
     data: np.ndarray | None = None  # the matrix's bytes
     kind: int = 0  # its GGUF type
+    factors: np.ndarray | None = None  # of the matrix, or of each expert
     small: dict[str, np.ndarray] = field(default_factory=dict)  # what flat and turned have made
 
 
@@ -59,7 +60,10 @@ def flat(weight: Weight) -> np.ndarray:
     if "flat" not in weight.small:
         assert weight.data is not None
         count = int(np.prod(weight.shape, dtype=np.int64))
-        weight.small["flat"] = unpack(weight.data, weight.kind, count)
+        values = unpack(weight.data, weight.kind, count)
+        if weight.factors is not None:
+            values = (values.reshape(len(weight.factors), -1) * weight.factors[:, None]).reshape(-1)
+        weight.small["flat"] = values
     return weight.small["flat"]
 
 

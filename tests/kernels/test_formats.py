@@ -27,6 +27,7 @@ FORMATS = [
     "IQ4_NL",
     "IQ4_XS",
     "MXFP4",
+    "NVFP4",
     "IQ1_S",
     "IQ1_M",
     "IQ2_XXS",
@@ -104,6 +105,12 @@ def test_every_exponent_of_mxfp4() -> None:
     raw = np.random.default_rng(2).integers(0, 256, (256, 17), dtype=np.uint8)
     raw[:, 0] = np.arange(256)
     assert_same_bits(unpack(raw, "MXFP4", 256 * 32), expected(raw, "MXFP4"))
+
+
+def test_every_scale_of_nvfp4() -> None:
+    raw = np.random.default_rng(3).integers(0, 256, (256, 36), dtype=np.uint8)
+    raw[:, :4] = np.arange(256)[:, None] + np.array([0, 64, 128, 192])
+    assert_same_bits(unpack(raw, "NVFP4", 256 * 64), expected(raw, "NVFP4"))
 
 
 def test_every_half() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from voltapile.kernels.cpu import _cpu
 from voltapile.kernels.cpu.ops import CpuOps, CpuWeight
+from voltapile.kernels.cpu.weights import flat
 from voltapile.shm.formats import format_of
 
 from .test_formats import FORMATS, HALVES, scatter_iq1_m
@@ -64,6 +65,8 @@ def random_raw(name: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
         scatter_iq1_m(raw.reshape(-1, kind.block_bytes), scales.view(np.uint16))
     if name == "MXFP4":
         raw[..., 0] = rng.integers(120, 128, raw.shape[:2])
+    if name == "NVFP4":
+        raw[..., :4] = rng.integers(0, 40, (*raw.shape[:2], 4))
     return raw.reshape(-1)
 
 
@@ -282,8 +285,25 @@ def test_extreme_blocks(isa: str, name: str) -> None:
 
 def test_refusals() -> None:
     ops = make_ops()
-    with pytest.raises(ValueError, match="NVFP4"):
-        weight_of(ops, np.zeros(36, np.uint8), "NVFP4", (1, 64))
+    with pytest.raises(ValueError, match="Q8_K"):
+        weight_of(ops, np.zeros(292, np.uint8), "Q8_K", (1, 256))
+
+
+def test_factors_of_a_matrix_and_of_experts(isa: str) -> None:
+    """As the same values multiplied by hand: one factor, and one for each of three experts."""
+    ops, raw, x = make_ops(), random_raw("NVFP4", 60, 128), activations(9, 128)
+    plain = ops.linear(x, weight_of(ops, raw, "NVFP4", (60, 128))).copy()
+    scaled = ops.scaled_weight(raw, "NVFP4", (60, 128), np.array([0.375], np.float32))
+    np.testing.assert_array_equal(ops.linear(x, scaled), plain * np.float32(0.375))
+    part = ops.weight_rows(scaled, 16, 48)
+    np.testing.assert_array_equal(ops.linear(x, part), plain[:, 16:48] * np.float32(0.375))
+    tokens = np.array([3, 59], np.int32)
+    expected = values_of(raw, "NVFP4", 60)[tokens].astype(np.float32) * np.float32(0.375)
+    np.testing.assert_array_equal(ops.embed(scaled, tokens), expected)
+    factors = np.array([2.0, 0.5, 3.0], np.float32)
+    experts = ops.scaled_weight(raw, "NVFP4", (3, 20, 128), factors)
+    expected = values_of(raw, "NVFP4", 60).reshape(3, -1) * factors[:, None]
+    np.testing.assert_array_equal(flat(experts), expected.astype(np.float32).reshape(-1))
 
 
 def before_a_wall(raw: np.ndarray) -> np.ndarray:

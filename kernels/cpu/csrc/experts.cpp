@@ -116,6 +116,7 @@ std::vector<Matrix> split(const Matrix& all, std::int64_t count) {
     Matrix& expert = experts[static_cast<std::size_t>(e)];
     expert.rows = all.rows / count;
     expert.data += e * expert.rows * all.row_bytes;
+    if (expert.factors) expert.factors += e;
   }
   return experts;
 }

@@ -134,6 +134,7 @@ class Embed : public Command {
 
   void run(Team& team) override {
     const std::int64_t blocks = table_->cols / format_->length;
+    const float scale = scale_ * table_->factor();
     const auto [begin, end] = team.share(num_tokens_ * blocks);
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t token = tokens_[i / blocks];
@@ -143,7 +144,7 @@ class Embed : public Command {
         continue;
       }
       format_->unpack(table_->data + token * table_->row_bytes + i % blocks * format_->bytes, out);
-      for (std::int64_t d = 0; d < format_->length; ++d) out[d] *= scale_;
+      for (std::int64_t d = 0; d < format_->length; ++d) out[d] *= scale;
     }
   }
 

@@ -19,6 +19,11 @@ struct Matrix {
   std::int64_t rows = 0, cols = 0;      // N, K
   std::int64_t row_bytes = 0;
   const std::uint8_t* data = nullptr;   // not owned; alive as long as the Matrix's Python owner
+  // Of all values, where the file has it in a tensor of its own; of each expert, where they are
+  // many. Not owned. null: 1
+  const float* factors = nullptr;
+
+  float factor() const { return factors ? *factors : 1.f; }
 };
 
 // True where make_linear and make_embed know the type.

@@ -98,17 +98,10 @@ class Multiplication {
   // The same for any tokens, one behind another in the form that the factor takes.
   void multiply_at(const Desk& desk, const Factor& factor, std::int64_t group,
                    const std::uint8_t* x, std::int64_t count, float* tile) const {
-    const FormatKernel& kernel = *factor.kernel;
-    std::memset(tile, 0, static_cast<std::size_t>(count * isa_.lanes) * 4);
-    const RowGroup rows = row_group(*factor.matrix, group);
-    if (kernel.panel_bytes && count > kTileTokens) {
-      by_panels(desk, kernel, rows, x, count, tile);
-      return;
-    }
-    const std::int64_t step = stride(factor);
-    for (std::int64_t t = 0; t < count; t += kTileTokens)
-      kernel.direct(rows, factor.takes_floats() ? cols_ : cols_ / kBlock, x + t * step, step,
-                    tokens_at(t, count), tile + t * isa_.lanes);
+    multiply_blocks(desk, factor, group, x, count, tile);
+    if (!factor.matrix->factors) return;
+    const float scale = factor.matrix->factor();
+    for (std::int64_t i = 0; i < count * isa_.lanes; ++i) tile[i] *= scale;
   }
 
   // Where the tokens are in the form that the factor takes, and how far apart.
@@ -123,6 +116,21 @@ class Multiplication {
  private:
   static int tokens_at(std::int64_t t, std::int64_t count) {
     return static_cast<int>(std::min<std::int64_t>(kTileTokens, count - t));
+  }
+
+  void multiply_blocks(const Desk& desk, const Factor& factor, std::int64_t group,
+                       const std::uint8_t* x, std::int64_t count, float* tile) const {
+    const FormatKernel& kernel = *factor.kernel;
+    std::memset(tile, 0, static_cast<std::size_t>(count * isa_.lanes) * 4);
+    const RowGroup rows = row_group(*factor.matrix, group);
+    if (kernel.panel_bytes && count > kTileTokens) {
+      by_panels(desk, kernel, rows, x, count, tile);
+      return;
+    }
+    const std::int64_t step = stride(factor);
+    for (std::int64_t t = 0; t < count; t += kTileTokens)
+      kernel.direct(rows, factor.takes_floats() ? cols_ : cols_ / kBlock, x + t * step, step,
+                    tokens_at(t, count), tile + t * isa_.lanes);
   }
 
   RowGroup row_group(const Matrix& matrix, std::int64_t group) const {

@@ -227,8 +227,9 @@ NB_MODULE(_cpu, m) {
   const auto maybe = [](const char* name) { return nb::arg(name).noconvert().none(); };
 
   nb::class_<MatrixObject>(m, "Matrix")
-      .def(nb::init<Array<const std::uint8_t>, int, std::int64_t, std::int64_t>(), same("data"),
-           "type"_a, "rows"_a, "cols"_a);
+      .def(nb::init<Array<const std::uint8_t>, int, std::int64_t, std::int64_t,
+                    std::optional<Floats>>(),
+           same("data"), "type"_a, "rows"_a, "cols"_a, maybe("factors") = nb::none());
   nb::class_<CacheObject>(m, "KvCache")
       .def(nb::init<BytesOut, BytesOut, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                     std::int64_t, const std::string&, const std::string&>(),

@@ -12,16 +12,20 @@ namespace voltapile {
 
 // A Matrix and the owner of its bytes.
 struct MatrixObject {
-  MatrixObject(Array<const std::uint8_t> data, int type, std::int64_t rows, std::int64_t cols)
-      : data(data) {
+  // factors: of each expert, or one; none: 1.
+  MatrixObject(Array<const std::uint8_t> data, int type, std::int64_t rows, std::int64_t cols,
+               std::optional<Floats> factors)
+      : data(data), factors(factors) {
     if (!is_supported(type)) throw std::invalid_argument("unsupported tensor type");
     matrix.type = type;
     matrix.rows = rows;
     matrix.cols = cols;
     matrix.row_bytes = rows ? static_cast<std::int64_t>(data.size()) / rows : 0;
     matrix.data = data.data();
+    matrix.factors = factors && factors->size() ? factors->data() : nullptr;
   }
   Array<const std::uint8_t> data;
+  std::optional<Floats> factors;
   Matrix matrix;
 };
 
