@@ -2,11 +2,11 @@
 # Build, test and time everything on a machine with a GPU, in one call; a short table comes last.
 # Needs no network: bench/pack_device.sh prepares the folder device/ beforehand.
 #
-#     bench/device.sh [STAGE ...]     stages: setup build compile elementwise sample matmul attention
-#                                     model families serve sanitize gpu_matmul gpu_attention bench streams
-#                                     startup http virtual multi ranks group; default: all but
-#                                     sanitize and from virtual (six ranks on one GPU) on; the last
-#                                     three want two GPUs. setup always runs.
+#     bench/device.sh [STAGE ...]     stages: setup build compile tests (all of: elementwise sample matmul
+#                                     attention model families serve shared virtual, which has six
+#                                     ranks on one GPU) sanitize gpu_matmul gpu_attention bench
+#                                     streams startup http; multi ranks group want two GPUs.
+#                                     Default: what is in `all` below. setup always runs.
 #
 # A stage that fails is told and the next one runs. Whole logs are in $OUT, where that is set.
 # SELECT is pytest's -k for the test stages, e.g. "native" to leave out the driver's compilation of
@@ -25,8 +25,7 @@ export PYTHONPATH=$site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 python=${PYTHON:-python3}
 random=${STARTUP:-qwen3-8b-q8}  # the model of which a whole file is written
 timed=${MODELS:-qwen3-8b-q4km qwen3-8b-q8}
-all=(build compile elementwise sample matmul attention model serve gpu_matmul gpu_attention bench
-  streams startup http)
+all=(build compile tests gpu_matmul gpu_attention bench streams startup http)
 stages=("${@:-${all[@]}}")
 summary=()
 
@@ -126,6 +125,21 @@ streams() {
   done
 }
 
+# The test stages side by side: the driver's compilation of the Volta source is what takes the time.
+together() {
+  local name began=$SECONDS
+  for name in "$@"; do
+    (summary=() && run "$name" > "$out/$name.part" && printf '%s\n' "${summary[@]}" > "$out/$name.row") &
+  done
+  wait
+  for name in "$@"; do
+    cat "$out/$name.part" 2> /dev/null
+    [ -f "$out/$name.row" ] && summary+=("$(cat "$out/$name.row")")
+    rm -f "$out/$name.part" "$out/$name.row"
+  done
+  summary+=("tests together: $((SECONDS - began)) s")
+}
+
 # Every kernel at sizes at which the checks of each access cost seconds: all formats in products of
 # few and of many rows, columns that end inside a chunk, both kinds of attention for each width of
 # head and cache type, stores, norms, rope, embedding, the sampler. Left out: whole models, long
@@ -148,8 +162,9 @@ run() {
     setup) stage 120 setup bash -c "$(declare -f setup); python='$python' site='$site' models='$models' root='$root'; setup" ;;
     build) stage 400 build bash -c "$(declare -f build); python='$python'; build" ;;
     compile) stage 300 compile $python -m voltapile.kernels.cuda --arch "$(arch)" ;;
-    elementwise | sample | matmul | attention | model | families | serve)
+    elementwise | sample | matmul | attention | model | families | serve | shared)
       stage 500 "$1" bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_$1.py" ;;
+    tests) together elementwise sample matmul attention model families serve shared virtual ;;
     sanitize) for tool in ${TOOLS:-memcheck racecheck}; do sanitize "$tool"; done ;;
     gpu_matmul | gpu_attention) [ -f "bench/$1.py" ] && stage 200 "$1" $python "bench/$1.py" ;;
     virtual)
