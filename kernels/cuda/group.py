@@ -7,6 +7,7 @@ All ranks choose alike, since only shapes and the group decide. Knows neither cu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
@@ -28,17 +29,20 @@ SUM_NORM = Instance("group_norm.cu", "group_sum_norm", waits=True)
 SUM_SLICES = Instance("group_packs.cu", "group_sum_slices", waits=True)
 GATHER = Instance("group_packs.cu", "group_gather", waits=True)
 BROADCAST = Instance("group_packs.cu", "group_broadcast", waits=True)
-SUM_PIECES = Instance("group_pieces.cu", "group_sum_pieces", waits=True)
-SUM_TWINS = Instance("group_pieces.cu", "group_sum_twins", waits=True)
-SEND = Instance("group_pieces.cu", "group_send", waits=True)
-RECEIVE = Instance("group_pieces.cu", "group_receive", waits=True)
+PLAIN, EIGHTS = (("CODE", "Plain"),), (("CODE", "Eights"),)
+SUM_PIECES = Instance("group_pieces.cu", "group_sum_pieces", PLAIN, waits=True)
+SUM_EIGHTS = Instance("group_pieces.cu", "group_sum_pieces", EIGHTS, waits=True)
+SUM_TWINS = Instance("group_pieces.cu", "group_sum_twins", PLAIN, waits=True)
+SEND = Instance("group_pieces.cu", "group_send", PLAIN, waits=True)
+RECEIVE = Instance("group_pieces.cu", "group_receive", PLAIN, waits=True)
+SUM_ROWS = Instance("group_rows.cu", "group_sum_rows", waits=True)
 PLACE = Instance("group_alone.cu", "group_place")
 ADD = Instance("group_alone.cu", "group_add")
 FILL = Instance("group_alone.cu", "group_fill")
 CHECK = Instance("group_alone.cu", "group_check")
 INSTANCES = [
-    *(SUM, SUM_NORM, SUM_SLICES, GATHER, BROADCAST, SUM_PIECES, SUM_TWINS, SEND, RECEIVE),
-    *(PLACE, ADD, FILL, CHECK),
+    *(SUM, SUM_NORM, SUM_SLICES, GATHER, BROADCAST, SUM_PIECES, SUM_EIGHTS, SUM_TWINS),
+    *(SUM_ROWS, SEND, RECEIVE, PLACE, ADD, FILL, CHECK),
 ]
 
 PUSH_BYTES = 640 << 10  # that a rank writes in all, up to which each part goes to everybody
@@ -73,6 +77,45 @@ def all_reduce(
             ops.kernel(SUM_SLICES)(grid, block, (*arrays, *numbers))
 
 
+def all_reduce_loosely(
+    ops: Launcher, links: Links, part: DeviceArray | None, out: DeviceArray, accumulate: bool
+) -> None:
+    """all_reduce of rows that need not be exact: 16 bits of each value travel, if it is much."""
+    if can_sum_rows(links, out.shape) and accumulate:
+        all_reduce_rows(ops, links, part, out)
+    elif out.nbytes > SLICE_BYTES and out.size % 8 == 0:
+        grid = _pieces(out.size, links.mates * PIECE, links)
+        address = 0 if part is None else part.ptr
+        numbers = np.int64(out.size), np.int32(accumulate)
+        ops.kernel(SUM_EIGHTS)(grid, PIECE_THREADS, (links.record, address, out.ptr, *numbers))
+    else:
+        all_reduce(ops, links, part, out, accumulate)
+
+
+def can_sum_rows(links: Links, shape: tuple[int, ...]) -> bool:
+    """Whether two ranks may hand each other that many rows, and take their norm along."""
+    rows, n = shape
+    return links.ranks == 2 and n % 8 == 0 and rows * n * 4 > PUSH_BYTES
+
+
+def all_reduce_rows(
+    ops: Launcher,
+    links: Links,
+    part: DeviceArray | None,
+    x: DeviceArray,
+    weight: CudaWeight | None = None,
+    eps: float = 0.0,
+    out: DeviceArray | None = None,
+) -> None:
+    """x += the sum of two ranks' parts, as eights; with a weight, out = rms_norm of x."""
+    rows, n = x.shape
+    assert weight is None or (weight.shape, out and out.shape) == ((n,), x.shape), (weight, x)
+    parts = [each.ptr if each else 0 for each in (part, x, weight, out)]
+    numbers = np.int32(rows), np.int32(n), np.float32(eps)
+    grid = (min(PIECE_BLOCKS, links.blocks, rows),)
+    ops.kernel(SUM_ROWS)(grid, PIECE_THREADS, (links.record, *parts, *numbers))
+
+
 def can_norm(links: Links, shape: tuple[int, ...]) -> bool:
     """Whether a sum of that shape can take the norm of its rows along."""
     rows, n = shape
@@ -102,6 +145,21 @@ def all_reduce_norm(
 def _units(n: int) -> int:
     """So many blocks' packs has a row."""
     return -(-n // (PACK_FLOATS * SLOTS))
+
+
+def _waits_for_norm(links: Links, late: Late) -> bool:
+    if late.is_loose:
+        return can_sum_rows(links, late.out.shape)
+    return late.exact == len(late.out) and links.norms and can_norm(links, late.out.shape)
+
+
+def _sum(ops: Launcher, links: Links, late: Late, accumulate: bool) -> None:
+    """Exact rows, then the others."""
+    exact, rows = late.exact, len(late.out)
+    for way, first, end in ((all_reduce, 0, exact), (all_reduce_loosely, exact, rows)):
+        if first < end:
+            part = None if late.part is None else late.part[first:end]
+            way(ops, links, part, late.out[first:end], accumulate)
 
 
 def all_gather(
@@ -193,6 +251,19 @@ class Watched:
         return found
 
 
+@dataclass(frozen=True)
+class Late:
+    """A sum that has not been launched. exact: so many first rows."""
+
+    part: DeviceArray | None
+    out: DeviceArray
+    exact: int
+
+    @property
+    def is_loose(self) -> bool:
+        return self.exact == 0 < len(self.out)
+
+
 class CudaCollectives:
     """The part of CudaOps that concerns other ranks; see kernels/group.py. wires.py makes links.
 
@@ -201,7 +272,7 @@ class CudaCollectives:
     """
 
     _links: Links | None = None
-    _late: tuple[DeviceArray | None, DeviceArray] | None = None  # part, and where it is added
+    _late: Late | None = None
 
     def all_reduce(
         self, part: DeviceArray | None, shape: tuple[int, int], add_to: DeviceArray | None = None
@@ -215,24 +286,31 @@ class CudaCollectives:
         out = ops.scratch(shape) if add_to is None else add_to
         if links is None:
             add(ops, part, out, add_to is not None)
-        elif add_to is not None and links.norms and can_norm(links, shape):
-            self._late = part, add_to
+            return out
+        late = Late(part, out, self._exact_rows(shape[0]))
+        if add_to is not None and _waits_for_norm(links, late):
+            self._late = late
         else:
-            all_reduce(ops, links, part, out, add_to is not None)
+            _sum(ops, links, late, add_to is not None)
         return out
+
+    def _exact_rows(self, rows: int) -> int:
+        """So many first rows of this step have sums that nothing beside them changes."""
+        return rows
 
     def _catch_up(self) -> None:
         """Launch a sum that is late."""
         if self._late is not None:
             assert self._links is not None
-            (part, out), self._late = self._late, None
-            all_reduce(self._launcher(), self._links, part, out, True)
+            late, self._late = self._late, None
+            _sum(self._launcher(), self._links, late, True)
 
     def _norm_late(self, x: DeviceArray, weight: CudaWeight, eps: float) -> DeviceArray | None:
         """The norm of what a late sum gives, together with it; None if that cannot be."""
         if self._late is None or weight.shape != x.shape[1:]:
             return None
-        ops, (part, total) = self._launcher(), self._late
+        ops, late = self._launcher(), self._late
+        part, total = late.part, late.out
         with ops.scope():
             place = ops.scratch(x.shape)  # where `out` will be; a row's may be another row's part
         is_free = (
@@ -244,7 +322,10 @@ class CudaCollectives:
             return None
         assert self._links is not None
         self._late, out = None, ops.scratch(x.shape)
-        all_reduce_norm(ops, self._links, part, x, weight, eps, out)
+        if late.is_loose:
+            all_reduce_rows(ops, self._links, part, x, weight, eps, out)
+        else:
+            all_reduce_norm(ops, self._links, part, x, weight, eps, out)
         return out
 
     def all_gather(self, part: DeviceArray | None, rows: int, widths: Sequence[int]) -> DeviceArray:

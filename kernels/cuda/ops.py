@@ -7,7 +7,7 @@ model, and of a batch only where its arrays are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampling
+from voltapile.kernels.cuda.chunks import REPACKED
 from voltapile.kernels.cuda.device import Device, Lane
 from voltapile.kernels.cuda.group import CudaCollectives
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel, Launcher
@@ -22,10 +23,11 @@ from voltapile.kernels.cuda.loader import Loader
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
 from voltapile.kernels.cuda.memory import Blocks, Courier, Ring, Scratch, Uploader
 from voltapile.kernels.cuda.pinning import Pinned
+from voltapile.kernels.cuda.repack import repacked
 from voltapile.kernels.cuda.wires import open_links
 from voltapile.kernels.group import Group
 from voltapile.kernels.ops import Arrival, Batch, SlotState, StepOutput, Weight
-from voltapile.shm.formats import format_of, row_bytes
+from voltapile.shm.formats import row_bytes
 
 SLACK = 256  # bytes behind the last row of a matrix that kernels may read
 CONSTANT_BYTES = 1 << 20
@@ -133,17 +135,33 @@ class CudaOps(CudaCollectives):
     # --- memory -------------------------------------------------------------------------------
     def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
         assert data.dtype == np.uint8, data.dtype
-        kind = format_of(type_name)
         if len(shape) == 1:
             data, type_name = _bytes_of(rows.vector(data, type_name)), "F32"
-        elif type_name not in rows.FORMATS:
+        elif type_name in REPACKED:
+            return self.scaled_weight(data, type_name, shape, np.ones(1, np.float32))
+        return self._uploaded([data.reshape(-1)], type_name, shape)
+
+    def scaled_weight(
+        self, data: np.ndarray, type_name: str, shape: tuple[int, ...], scale: np.ndarray
+    ) -> CudaWeight:
+        """scale: factors that the file has apart, of the matrix or of each expert."""
+        if type_name not in REPACKED:
+            raise ValueError(f"the cuda backend knows no factors of {type_name}")
+        return self._uploaded(repacked(data, type_name, scale), REPACKED[type_name], shape)
+
+    def _uploaded(
+        self, pieces: Iterable[np.ndarray], type_name: str, shape: tuple[int, ...]
+    ) -> CudaWeight:
+        if type_name not in rows.EMBED:
             raise ValueError(f"the cuda backend has no tensor type {type_name}")
         row = row_bytes(type_name, shape[-1])
-        count = int(np.prod(shape[:-1], dtype=np.int64))
-        assert data.nbytes == count * row, f"{data.nbytes} bytes for {kind.name} {shape}"
-        ptr, owner = self._weights.take(data.nbytes + SLACK)
-        self._uploader.send(ptr, data.reshape(-1))
-        return CudaWeight(tuple(shape), data.nbytes, type_name, ptr, row, owner)
+        nbytes, sent = row * int(np.prod(shape[:-1], dtype=np.int64)), 0
+        ptr, owner = self._weights.take(nbytes + SLACK)
+        for piece in pieces:
+            self._uploader.send(ptr + sent, piece)
+            sent += piece.nbytes
+        assert sent == nbytes, f"{sent} bytes for {type_name} {shape}"
+        return CudaWeight(tuple(shape), nbytes, type_name, ptr, row, owner)
 
     def shared_weight(
         self, memory: np.ndarray, type_name: str, shape: tuple[int, ...]
@@ -161,7 +179,7 @@ class CudaOps(CudaCollectives):
 
     def dummy_weight(self, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
         """Random values instead of a file's, for measurements."""
-        type_name = "F32" if len(shape) == 1 else type_name
+        type_name = "F32" if len(shape) == 1 else REPACKED.get(type_name, type_name)
         row = row_bytes(type_name, shape[-1])
         nbytes = row * int(np.prod(shape[:-1], dtype=np.int64))
         ptr, owner = self._weights.take(nbytes + SLACK)
@@ -238,6 +256,11 @@ class CudaOps(CudaCollectives):
 
     def _launcher(self) -> Launcher:
         return self
+
+    def _exact_rows(self, rows: int) -> int:
+        policy = self._policy_for_rows(rows)
+        exact = min(rows, policy.generated)
+        return rows if policy.way(rows - exact) == "rows" else exact
 
     # --- the ends of a step -------------------------------------------------------------------
     def begin(self, batch: Batch, state: SlotState) -> None:
@@ -354,12 +377,15 @@ class CudaOps(CudaCollectives):
         return out
 
     def _policy_for(self, x: DeviceArray) -> Policy:
+        return self._policy_for_rows(len(x))
+
+    def _policy_for_rows(self, rows: int) -> Policy:
         """Only prompt rows may take the product of many rows. What has not as many rows as the
         step has tokens is its sampled rows, and takes none."""
         tokens, generated = self._step
         if tokens < 0:  # no step began: probabilities of a prompt
             return self._policy
-        if len(x) != tokens:
+        if rows != tokens:
             return EVERY_ROW_ALONE
         return replace(self._policy, generated=generated)
 

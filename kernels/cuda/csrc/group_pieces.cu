@@ -1,16 +1,15 @@
 // Collectives of large arrays by plain data and flags: a block moves pieces of up to PIECE floats,
 // says so behind them, and waits for the others' word. 512 threads; a grid PIECE_BLOCKS at most, the
-// same on all ranks. Counts of floats are multiples of 4.
+// same on all ranks. Counts of floats are multiples of 4, and of 8 for eights.
+// -D CODE, how the floats of a sum travel: Plain, or Eights (group_eights.cuh).
 #include "grid.cuh"
 #include "group.cuh"
+#include "group_eights.cuh"
 
 namespace voltapile {
 
-constexpr int THREADS = 512, HELD = PIECE / 4 / THREADS;  // float4 of a thread
-
-__device__ __forceinline__ float4 plus(float4 a, float4 b) {
-  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
+constexpr int THREADS = 512;
+static_assert(PIECE == 8 * THREADS && TWIN == 4 * THREADS);
 
 // A piece of an array; what lies behind the array's end is not there.
 struct Range {
@@ -21,11 +20,6 @@ struct Range {
     length = static_cast<int>(rest < 0 ? 0 : rest < most / 4 ? rest : most / 4);
   }
 };
-
-__device__ __forceinline__ float4 value_of(const float* x, Range range, int i) {
-  return x == nullptr ? make_float4(0.0f, 0.0f, 0.0f, 0.0f)
-                      : reinterpret_cast<const float4*>(x + range.first)[i];
-}
 
 // Says to the others that this block's data are there, and waits for theirs.
 __device__ __forceinline__ void meet(Group* group, const int* others, int number, int mine,
@@ -51,63 +45,52 @@ struct Pieces {
     if (i < number && i != mine) ++exchanges[others[i]];
     __syncthreads();
   }
+  __device__ Range slice(long long begin, int j, long long count) const {
+    return Range(begin + static_cast<long long>(j) * PIECE, count);
+  }
 
   // Each mate's slice goes to that mate.
   __device__ void scatter(const float* part, long long begin, long long count) const {
     for (int j = 0; j < mates; ++j) {
       if (j == mate) continue;
       const int r = group->mate_ranks[j];
-      const Range range(begin + static_cast<long long>(j) * PIECE, count);
-      float4* to = reinterpret_cast<float4*>(piece_of(group->peers[r].out, exchanges[r]));
-      for (int i = threadIdx.x; i < range.length; i += THREADS) to[i] = value_of(part, range, i);
+      const Range range = slice(begin, j, count);
+      CODE::write(piece_of(group->peers[r].out, exchanges[r]), range.length,
+                  CODE::load(part, range.first, range.length));
     }
   }
 
-  // sum: of the same place in all parts, this thread's share.
-  __device__ void add(const int* others, int number, int mine, int length, float4 (&sum)[HELD],
-                      const float4 (&own)[HELD]) const {
+  // What all have written for the same place, in their order; `own` is what this rank has there.
+  __device__ Eight add(const int* others, int number, int mine, int length,
+                       const Eight& own) const {
+    Eight sum;
     for (int j = 0; j < number; ++j) {
       const int r = others[j];
-      const float4* from = reinterpret_cast<const float4*>(piece_of(group->peers[r].in, exchanges[r]));
-#pragma unroll
-      for (int h = 0; h < HELD; ++h) {
-        const int i = h * THREADS + threadIdx.x;
-        if (i >= length) break;
-        const float4 value = j == mine ? own[h] : load_far(from + i);
-        sum[h] = j == 0 ? value : plus(sum[h], value);
-      }
+      const Eight value =
+          j == mine ? own : CODE::read(piece_of(group->peers[r].in, exchanges[r]), length);
+      sum = j == 0 ? value : plus(sum, value);
     }
+    return sum;
   }
 
   __device__ void hand_out(const int* others, int number, int mine, int length,
-                           const float4 (&sum)[HELD]) const {
+                           const Eight& sum) const {
     for (int j = 0; j < number; ++j) {
       if (j == mine) continue;
       const int r = others[j];
-      float4* to = reinterpret_cast<float4*>(piece_of(group->peers[r].out, exchanges[r]));
-#pragma unroll
-      for (int h = 0; h < HELD; ++h) {
-        const int i = h * THREADS + threadIdx.x;
-        if (i < length) to[i] = sum[h];
-      }
+      CODE::write(piece_of(group->peers[r].out, exchanges[r]), length, sum);
     }
   }
 
   // The slices that the mates have added, and our own.
   __device__ void take(float* out, long long begin, long long count, int accumulate,
-                       const float4 (&sum)[HELD]) const {
+                       const Eight& sum) const {
     for (int j = 0; j < mates; ++j) {
       const int r = group->mate_ranks[j];
-      const Range range(begin + static_cast<long long>(j) * PIECE, count);
-      const float4* from = reinterpret_cast<const float4*>(piece_of(group->peers[r].in, exchanges[r]));
-      float4* to = reinterpret_cast<float4*>(out + range.first);
-#pragma unroll
-      for (int h = 0; h < HELD; ++h) {
-        const int i = h * THREADS + threadIdx.x;
-        if (i >= range.length) break;
-        const float4 value = j == mate ? sum[h] : load_far(from + i);
-        to[i] = accumulate ? plus(to[i], value) : value;
-      }
+      const Range range = slice(begin, j, count);
+      const Eight value =
+          j == mate ? sum : CODE::read(piece_of(group->peers[r].in, exchanges[r]), range.length);
+      CODE::put(out, range.first, range.length, value, accumulate);
     }
   }
 };
@@ -147,7 +130,8 @@ __device__ void pass_on(Group* group, float* x, long long count, int other) {
 
 using namespace voltapile;
 
-// As group_sum_slices: a round adds PIECE floats for each mate and block.
+// As group_sum_slices: a round adds PIECE floats for each mate and block. What is handed out is
+// rounded as it travels, here too.
 extern "C" __global__ void __launch_bounds__(512, 2)
 group_sum_pieces(Group* group, const float* part, float* out, long long count, int accumulate) {
   __shared__ unsigned exchanges[MOST_RANKS];
@@ -160,24 +144,18 @@ group_sum_pieces(Group* group, const float* part, float* out, long long count, i
   Wait wait(group);
   const long long round = static_cast<long long>(pieces.mates) * PIECE;
   for (long long begin = block * round; begin < count; begin += gridDim.x * round) {
-    const Range mine(begin + static_cast<long long>(pieces.mate) * PIECE, count);
-    float4 own[HELD], sum[HELD];
-#pragma unroll
-    for (int h = 0; h < HELD; ++h) {
-      const int i = h * THREADS + threadIdx.x;
-      own[h] = i < mine.length ? value_of(part, mine, i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+    const Range mine = pieces.slice(begin, pieces.mate, count);
+    const Eight own = CODE::load(part, mine.first, mine.length);
     pieces.next(mates, pieces.mates, pieces.mate);
     pieces.scatter(part, begin, count);
     meet(group, mates, pieces.mates, pieces.mate, exchanges, wait);
-    pieces.add(mates, pieces.mates, pieces.mate, mine.length, sum, own);
+    Eight sum = CODE::rounded(pieces.add(mates, pieces.mates, pieces.mate, mine.length, own));
     if (pieces.islands > 1) {
       pieces.next(partners, pieces.islands, pieces.island);
       pieces.hand_out(partners, pieces.islands, pieces.island, mine.length, sum);
       meet(group, partners, pieces.islands, pieces.island, exchanges, wait);
-#pragma unroll
-      for (int h = 0; h < HELD; ++h) own[h] = sum[h];
-      pieces.add(partners, pieces.islands, pieces.island, mine.length, sum, own);
+      sum = CODE::rounded(
+          pieces.add(partners, pieces.islands, pieces.island, mine.length, sum));
     }
     pieces.next(mates, pieces.mates, pieces.mate);
     pieces.hand_out(mates, pieces.mates, pieces.mate, mine.length, sum);
@@ -190,7 +168,7 @@ group_sum_pieces(Group* group, const float* part, float* out, long long count, i
 
 // Of two ranks: either sends the other its whole part. A piece travels while the one before it is
 // added: a rank that has seen the other's flag n knows that n - 2 has been read there, and n + 1 goes
-// to another part of the room than n - 1 and n.
+// to another part of the room than n - 1 and n. Always plain: group_rows.cu has eights.
 extern "C" __global__ void __launch_bounds__(512, 2)
 group_sum_twins(Group* group, const float* part, float* out, long long count, int accumulate) {
   grid_wait();
@@ -200,10 +178,13 @@ group_sum_twins(Group* group, const float* part, float* out, long long count, in
   unsigned exchange = group->pieces[other][block];
   const long long step = static_cast<long long>(gridDim.x) * TWIN;
   Wait wait(group);
+  const auto value_of = [&](Range range) {
+    return part == nullptr ? nothing() : reinterpret_cast<const float4*>(part + range.first)[i];
+  };
   const auto hand_over = [&](long long begin) {  // its flag comes with the next barrier
     const Range range(begin, count, TWIN);
     float4* to = reinterpret_cast<float4*>(twin_of(peer.out, exchange + 1));
-    if (i < range.length) to[i] = value_of(part, range, i);
+    if (i < range.length) to[i] = value_of(range);
     __syncthreads();
     if (i == 0) store_flag(flag_of(peer.out, PIECE_FLAG), exchange + 1);
   };
@@ -216,11 +197,8 @@ group_sum_twins(Group* group, const float* part, float* out, long long count, in
     const Range range(begin, count, TWIN);
     const float4* from = reinterpret_cast<const float4*>(twin_of(peer.in, exchange));
     if (begin + step < count) hand_over(begin + step);
-    if (i < range.length) {
-      float4* to = reinterpret_cast<float4*>(out + range.first);
-      const float4 value = plus(value_of(part, range, i), load_far(from + i));
-      to[i] = accumulate ? plus(to[i], value) : value;
-    }
+    if (i < range.length)
+      put_four(out + range.first, i, plus(value_of(range), load_far(from + i)), accumulate);
   }
   if (i == 0) {
     wait.end();

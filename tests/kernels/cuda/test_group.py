@@ -320,19 +320,23 @@ def vector_of(ops: EmulatedOps, values: np.ndarray) -> CudaWeight:
 
 
 class Alone(group.CudaCollectives):
-    """Writes down what is launched; arrays are numbers."""
+    """Writes down what is launched; arrays are numbers. exact: rows of every step."""
 
     multiprocessors, arch = 4, 70
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 3, exact: int | None = None) -> None:
         self.launched: list[str] = []
+        self.exact = exact
         report = np.zeros(2, np.uint32)
-        self._links = Links(1, 0, 3, Islands(((0, 1, 2),)), report)
+        self._links = Links(1, 0, ranks, Islands((tuple(range(ranks)),)), report)
         self._links.norms = True
         self.end = 1 << 20
 
     def _launcher(self) -> Any:
         return self
+
+    def _exact_rows(self, rows: int) -> int:
+        return rows if self.exact is None else self.exact
 
     def kernel(self, instance: Instance) -> Callable[..., None]:
         self._catch_up()
@@ -382,11 +386,119 @@ def test_a_sum_waits_for_the_norm_after_it() -> None:
     assert ops.launched[5:] == ["group_sum"]
 
 
+def test_a_prompts_sum_waits_for_the_norm_after_it() -> None:
+    weight = CudaWeight((4096,), 16384, "F32", 1, 16384)
+    for exact, launched in (
+        (0, ["group_sum_rows"]),
+        (3, ["group_sum", "group_sum_rows"]),
+        (50, ["group_sum_twins", "group_sum_rows"]),
+    ):
+        ops, shape = Alone(2, exact), (128, 4096)
+        x, part = ops.scratch(shape), ops.scratch(shape)
+        ops.all_reduce(part, shape, x)
+        assert (ops._norm_late(x, weight, 1e-6) is not None) == (exact == 0)
+        ops._catch_up()
+        assert ops.launched == launched
+    ops = Alone(3, 3)
+    ops.all_reduce(part, shape, x)
+    assert ops.launched == ["group_sum", "group_sum_pieces"]
+    ops = Alone(2, 3)
+    ops.all_reduce(part[:10], (10, 4096), x[:10])  # too little to be worth it
+    ops._catch_up()
+    assert ops.launched == ["group_sum", "group_sum"]
+
+
 @pytest.mark.parametrize("shape", [(2, 4098), (1, 16384), (2, 512), (40, 8192)])
 def test_some_sums_are_normed_alone(shape: tuple[int, int]) -> None:
     links = Links(1, 0, 2, Islands(((0, 1),)), np.zeros(2, np.uint32))
     assert not group.can_norm(links, shape)
     assert group.can_norm(links, (8, 4096))
+
+
+# --- prompts --------------------------------------------------------------------------------
+
+
+def eights(values: np.ndarray) -> np.ndarray:
+    """As a rank sees what another one has sent it as eights (csrc/group_eights.cuh)."""
+    runs = values.reshape(-1, 8)
+    largest = np.abs(runs).max(1, keepdims=True)
+    unit = 2.0 ** (np.maximum(np.frexp(largest)[1] - 1, 14 - 127) - 13)
+    whole = np.clip(np.rint(runs / unit), 1 - 2**14, 2**14 - 1)
+    return (whole * unit).astype(np.float32).reshape(values.shape)
+
+
+def test_eights_keep_thirteen_bits_of_the_largest() -> None:
+    values = parts_of(3, 1, 64, 64)[0]
+    runs, errors = values.reshape(-1, 8), (eights(values) - values).reshape(-1, 8)
+    assert (np.abs(errors).max(1) <= 2.0**-14 * np.abs(runs).max(1) * 1.001).all()
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("rows", "n"), [(5, 4096), (3, 5128), (9, 520), (4, 8)])
+def test_a_prompts_sum_of_two_ranks(ops: EmulatedOps, rows: int, n: int, has_norm: bool) -> None:
+    shape, weight = (rows, n), parts_of(7, 1, n)[0]
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        links.blocks, found = 2, []
+        for round in range(2):
+            part = ops.array(parts_of(round, 2, *shape)[rank])
+            x, out = ops.array(parts_of(50, 1, *shape)[0]), ops.array(np.zeros(shape, np.float32))
+            norm = (vector_of(ops, weight), 1e-6, out) if has_norm else ()
+            only = part if rank or round == 0 else None
+            group.all_reduce_rows(ops, links, only, x, *norm)
+            found += [ops.to_host(x), ops.to_host(out)]
+        return found
+
+    results = Stage(ops, one_island(2), start=-2).run(work)
+    check(results, results[0])
+    for round in range(2):
+        parts = parts_of(round, 2, *shape)
+        x = parts_of(50, 1, *shape)[0] + ((eights(parts[0]) * (round == 0)) + eights(parts[1]))
+        assert results[0][2 * round].tobytes() == x.tobytes()
+        normed = ops.to_host(rms_norm(ops, ops.array(x), vector_of(ops, weight), 1e-6))
+        close = np.allclose(results[0][2 * round + 1], normed if has_norm else 0, rtol=1e-5)
+        assert close, round
+
+
+@pytest.mark.parametrize("islands", [one_island(3), [[0], [1]], [[0, 1], [2, 3]]], ids=str)
+def test_a_prompts_sum_of_any_ranks(
+    ops: EmulatedOps, monkeypatch: pytest.MonkeyPatch, islands: list[list[int]]
+) -> None:
+    monkeypatch.setattr(group, "SLICE_BYTES", 0)
+    monkeypatch.setattr(group, "PIECE_BLOCKS", 2)
+    ranks = sum(map(len, islands))
+    shapes = [(1, 8), (3, 12_344), (7, 8192)]
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        ops.launched, found = [], []
+        for seed, shape in enumerate(shapes):
+            part, out = ops.array(parts_of(seed, ranks, *shape)[rank]), ops.scratch(shape)
+            group.all_reduce_loosely(ops, links, part, out, False)
+            found.append(ops.to_host(out))
+        assert {each[0] for each in ops.launched} == {group.SUM_EIGHTS}
+        return found
+
+    results = Stage(ops, islands, start=-2).run(work)
+    check(results, results[0])
+    for seed, shape in enumerate(shapes):
+        parts = parts_of(seed, ranks, *shape)
+        largest = np.abs(parts).reshape(ranks, -1, 8).max(2).sum(0).repeat(8)
+        error = np.abs(results[0][seed] - total_of(parts, islands)).reshape(-1)
+        assert (error <= 3 * 2.0**-14 * largest).all()
+
+
+def test_what_is_not_finite_arrives(ops: EmulatedOps) -> None:
+    def work(ops: EmulatedOps, links: Links, rank: int) -> np.ndarray:
+        values = np.ones((2, 64), np.float32)
+        values[0, 9], values[1, 17] = (np.nan, -np.inf) if rank else (1, 1)
+        x = ops.array(np.zeros((2, 64), np.float32))
+        group.all_reduce_rows(ops, links, ops.array(values), x)
+        return ops.to_host(x)
+
+    expected = np.full((2, 64), 2, np.float32)
+    expected[0, 8:16] = expected[1, 16:24] = np.nan
+    for found in Stage(ops, one_island(2)).run(work):
+        np.testing.assert_array_equal(found, expected)
 
 
 # --- the others -----------------------------------------------------------------------------

@@ -1,0 +1,129 @@
+// How a thread's eight floats of a piece travel to another rank, and how they are read and written.
+//
+// Plain: as they are, 32 bytes. Eights: in 16, as integers of 15 bits and one power of two for all
+// eight, so that none is off by more than 2^-14 of the largest. A half keeps 11 bits of each value;
+// this keeps 13 of the largest one and has the range of a float. What is not finite makes all eight
+// NaNs. Only sums over prompt rows may take eights, since bits then depend on how many rows there are.
+#pragma once
+#include "group_wires.cuh"
+
+namespace voltapile {
+
+struct Eight {
+  float4 a, b;
+};
+
+__device__ __forceinline__ float4 plus(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+__device__ __forceinline__ Eight plus(const Eight& x, const Eight& y) {
+  return {plus(x.a, y.a), plus(x.b, y.b)};
+}
+__device__ __forceinline__ float4 nothing() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+
+__device__ __forceinline__ void put_four(float* out, int i, float4 value, int accumulate) {
+  float4* to = reinterpret_cast<float4*>(out) + i;
+  *to = accumulate ? plus(*to, value) : value;
+}
+
+// `at`: where in an array the block's piece begins; length: of the piece, in float4.
+struct Plain {
+  static constexpr int THREADS = 512;
+
+  static __device__ __forceinline__ Eight load(const float* x, long long at, int length) {
+    const int i = threadIdx.x;
+    const float4* from = reinterpret_cast<const float4*>(x + at);
+    return {x != nullptr && i < length ? from[i] : nothing(),
+            x != nullptr && i + THREADS < length ? from[i + THREADS] : nothing()};
+  }
+  static __device__ __forceinline__ void write(float* room, int length, const Eight& value) {
+    const int i = threadIdx.x;
+    float4* to = reinterpret_cast<float4*>(room);
+    if (i < length) to[i] = value.a;
+    if (i + THREADS < length) to[i + THREADS] = value.b;
+  }
+  static __device__ __forceinline__ Eight read(const float* room, int length) {
+    const int i = threadIdx.x;
+    const float4* from = reinterpret_cast<const float4*>(room);
+    return {i < length ? load_far(from + i) : nothing(),
+            i + THREADS < length ? load_far(from + i + THREADS) : nothing()};
+  }
+  static __device__ __forceinline__ void put(float* out, long long at, int length,
+                                             const Eight& value, int accumulate) {
+    const int i = threadIdx.x;
+    if (i < length) put_four(out + at, i, value.a, accumulate);
+    if (i + THREADS < length) put_four(out + at, i + THREADS, value.b, accumulate);
+  }
+  static __device__ __forceinline__ Eight rounded(const Eight& value) { return value; }
+};
+
+struct Eights {
+  static constexpr int BITS = 15, LARGEST = (1 << (BITS - 1)) - 1, MASK = (1 << BITS) - 1;
+  static constexpr int LEAST = 14;  // exponent: what is smaller shares its unit
+
+  static __device__ __forceinline__ float power(int exponent) {
+    return __uint_as_float(static_cast<unsigned>(exponent) << 23);
+  }
+  static __device__ __forceinline__ unsigned top(float x) { return __float_as_uint(x) & ~(1u << 31); }
+  static __device__ __forceinline__ unsigned top(float4 x) {
+    return max(max(top(x.x), top(x.y)), max(top(x.z), top(x.w)));
+  }
+  // A power of two that rounding came to would not round to itself again.
+  static __device__ __forceinline__ unsigned whole(float x) {
+    const int value = static_cast<int>(rintf(x));
+    return static_cast<unsigned>(max(-LARGEST, min(value, LARGEST))) & MASK;
+  }
+  // Two values and two bits of the exponent.
+  static __device__ __forceinline__ unsigned word(float x, float y, float scale, int bits) {
+    return whole(x * scale) | whole(y * scale) << BITS | static_cast<unsigned>(bits) << 30;
+  }
+  static __device__ __forceinline__ uint4 pack(const Eight& value) {
+    const int e = max(static_cast<int>(max(top(value.a), top(value.b)) >> 23), LEAST);
+    const float scale = power(254 + BITS - 2 - e);
+    return uint4{word(value.a.x, value.a.y, scale, e & 3),
+                 word(value.a.z, value.a.w, scale, e >> 2 & 3),
+                 word(value.b.x, value.b.y, scale, e >> 4 & 3),
+                 word(value.b.z, value.b.w, scale, e >> 6)};
+  }
+  static __device__ __forceinline__ float first(unsigned word, float unit) {
+    return static_cast<float>(static_cast<int>(word << 17) >> 17) * unit;
+  }
+  static __device__ __forceinline__ float second(unsigned word, float unit) {
+    return static_cast<float>(static_cast<int>(word << 2) >> 17) * unit;
+  }
+  static __device__ __forceinline__ Eight unpack(uint4 words) {
+    const unsigned e =
+        words.x >> 30 | words.y >> 30 << 2 | words.z >> 30 << 4 | words.w >> 30 << 6;
+    const float unit = e == 255 ? __uint_as_float(0x7fc00000u) : power(e - (BITS - 2));
+    return {make_float4(first(words.x, unit), second(words.x, unit), first(words.y, unit),
+                        second(words.y, unit)),
+            make_float4(first(words.z, unit), second(words.z, unit), first(words.w, unit),
+                        second(words.w, unit))};
+  }
+
+  static __device__ __forceinline__ Eight load(const float* x, long long at, int length) {
+    if (x == nullptr || 2 * static_cast<int>(threadIdx.x) >= length) return {nothing(), nothing()};
+    const float4* from = reinterpret_cast<const float4*>(x + at) + 2 * threadIdx.x;
+    return {from[0], from[1]};
+  }
+  static __device__ __forceinline__ void write(float* room, int length, const Eight& value) {
+    if (2 * static_cast<int>(threadIdx.x) < length)
+      reinterpret_cast<uint4*>(room)[threadIdx.x] = pack(value);
+  }
+  static __device__ __forceinline__ Eight read(const float* room, int length) {
+    if (2 * static_cast<int>(threadIdx.x) >= length) return {nothing(), nothing()};
+    const float4 words = load_far(reinterpret_cast<const float4*>(room) + threadIdx.x);
+    return unpack(uint4{__float_as_uint(words.x), __float_as_uint(words.y),
+                        __float_as_uint(words.z), __float_as_uint(words.w)});
+  }
+  static __device__ __forceinline__ void put(float* out, long long at, int length,
+                                             const Eight& value, int accumulate) {
+    if (2 * static_cast<int>(threadIdx.x) >= length) return;
+    put_four(out + at, 2 * threadIdx.x, value.a, accumulate);
+    put_four(out + at, 2 * threadIdx.x + 1, value.b, accumulate);
+  }
+  // As the others see it.
+  static __device__ __forceinline__ Eight rounded(const Eight& value) { return unpack(pack(value)); }
+};
+
+}  // namespace voltapile
