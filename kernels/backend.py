@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from voltapile.shm.formats import FORMATS
+from voltapile.shm.formats import FORMATS, format_of
 
 NAMES = ("cpu", "reference", "cuda")
 
@@ -71,6 +71,7 @@ def _describe_reference() -> dict[str, Any]:
 
 
 def _describe_cuda() -> dict[str, Any]:
+    from voltapile.kernels.cuda.chunks import REPACKED
     from voltapile.kernels.cuda.links import ROOM
     from voltapile.kernels.cuda.matmul import FUSED_FROM, LIBRARY_FROM
     from voltapile.kernels.cuda.pages import KV_TYPES
@@ -94,6 +95,10 @@ def _describe_cuda() -> dict[str, Any]:
         "unpacked_bytes": 2.0,
         "group_bytes": ROOM,
         "choices": {"fused_from": str(FUSED_FROM), "library_from": str(LIBRARY_FROM)},
+        "repacked": {
+            before: (format_of(before).block_bytes, format_of(after).block_bytes)
+            for before, after in REPACKED.items()
+        },
     }
 
 

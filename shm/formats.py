@@ -40,7 +40,10 @@ FORMATS: dict[int, Format] = {
     int(kind): Format(int(kind), kind.name, length, size)
     for kind, (length, size) in _constants().GGML_QUANT_SIZES.items()
 }
-BY_NAME: dict[str, Format] = {each.name: each for each in FORMATS.values()}
+# What a GPU makes of NVFP4 at load: each block begins with the factor of its tensor or expert. No
+# file has it.
+NVFP4_SCALED = Format(1 << 16 | 40, "NVFP4_SCALED", 64, 40)
+BY_NAME: dict[str, Format] = {each.name: each for each in (*FORMATS.values(), NVFP4_SCALED)}
 
 
 def format_of(type_name: str) -> Format:

@@ -130,10 +130,15 @@ class Layout:
             if place.tier != "vram":
                 continue
             if place.rank < 0 and name in parts:
-                resident.append(parts[name].bytes)
+                resident.append(self._loaded(name, parts[name].bytes))
             elif place.rank == rank:
-                resident.append(self.tensors[name].nbytes)
+                resident.append(self._loaded(name, self.tensors[name].nbytes))
         return resident_bytes(resident)
+
+    def _loaded(self, name: str, nbytes: int) -> int:
+        """What so many bytes of a tensor's file take in VRAM."""
+        before, after = self.backend.repacked.get(self.tensors[name].type_name, (1, 1))
+        return nbytes // before * after
 
 
 def layout_of(

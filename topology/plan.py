@@ -40,6 +40,8 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     choices: dict[str, str] = {}  # what changes bits, for the Plan's choices
     host_reserve_bytes: int = 0  # what the process holds of the host's memory, if in_vram
     group_bytes: int = 0  # what a rank of several keeps for each of them to be written to
+    # Of formats that change at load: bytes of a block in the file, and then.
+    repacked: dict[str, tuple[int, int]] = {}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,12 +97,14 @@ _ALL = (
     Chunk("IQ4_NL"),
     Chunk("IQ4_XS", align=8),
     Chunk("MXFP4", align=1),
+    Chunk("NVFP4_SCALED", align=8, scales=2),
     *map(
         _expanded,
         ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
     ),
 )
 CHUNKS = {chunk.name: chunk for chunk in _ALL}
+REPACKED = {"NVFP4": "NVFP4_SCALED"}  # what becomes of a file's format at load
 
 
 def max_shared(arch: int) -> int:

@@ -23,10 +23,34 @@ CHUNK = 4 << 20  # of a weight, on its way through pinned memory
 LANES = 8
 RING = 4 << 20  # pinned bytes for small uploads
 PARCEL = 1 << 20  # pinned bytes of one fetch
+CONSTANTS = 1 << 20  # bytes of small arrays that launchers ask for again and again
 
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Constants:
+    """Small arrays that stay, each of them once."""
+
+    def __init__(self, device: Device) -> None:
+        self._known: dict[tuple[bytes, str, tuple[int, ...]], DeviceArray] = {}
+        self._memory = device.allocate(CONSTANTS, "constants")
+        self._used = 0
+        self._lane = Lane(device, CONSTANTS)
+
+    def array(self, values: np.ndarray) -> DeviceArray:
+        values = np.ascontiguousarray(values)
+        key = values.tobytes(), values.dtype.str, values.shape
+        if key not in self._known:
+            start = self._used
+            assert start + values.nbytes <= CONSTANTS, "too many constants"
+            self._used += aligned(values.nbytes)
+            self._lane.send(self._memory.ptr + start, values.reshape(-1).view(np.uint8))
+            self._lane.event.synchronize()  # not by the stream: it may be captured
+            found = DeviceArray(self._memory.ptr + start, values.shape, values.dtype, self._memory)
+            self._known[key] = found
+        return self._known[key]
 
 
 class Scratch:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampling
 from voltapile.kernels.cuda.chunks import REPACKED
-from voltapile.kernels.cuda.device import Device, Lane
+from voltapile.kernels.cuda.device import Device
 from voltapile.kernels.cuda.group import CudaCollectives
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel, Launcher
 from voltapile.kernels.cuda.loader import Loader
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
-from voltapile.kernels.cuda.memory import Blocks, Courier, Ring, Scratch, Uploader
+from voltapile.kernels.cuda.memory import Blocks, Constants, Courier, Ring, Scratch, Uploader
 from voltapile.kernels.cuda.pinning import Pinned
 from voltapile.kernels.cuda.repack import repacked
 from voltapile.kernels.cuda.wires import open_links
@@ -30,7 +30,6 @@ from voltapile.kernels.ops import Arrival, Batch, SlotState, StepOutput, Weight
 from voltapile.shm.formats import row_bytes
 
 SLACK = 256  # bytes behind the last row of a matrix that kernels may read
-CONSTANT_BYTES = 1 << 20
 
 
 class CudaGraph:
@@ -74,10 +73,7 @@ class CudaOps(CudaCollectives):
         self._weights, self._uploader = Blocks(self.device, "weights"), Uploader(self.device)
         self._arrays = Blocks(self.device, "caches and slots")
         self._ring, self._courier = Ring(self.device), Courier(self.device)
-        self._constants: dict[tuple[bytes, str, tuple[int, ...]], DeviceArray] = {}
-        self._constant_memory = self.device.allocate(CONSTANT_BYTES, "constants")
-        self._constant_used = self._dummies = 0
-        self._constant_lane = Lane(self.device, CONSTANT_BYTES)
+        self._constants, self._dummies = Constants(self.device), 0
 
     @property
     def taken(self) -> Counter[str]:
@@ -97,18 +93,7 @@ class CudaOps(CudaCollectives):
         return self._scratch.array(shape, dtype)
 
     def constant(self, values: np.ndarray) -> DeviceArray:
-        values = np.ascontiguousarray(values)
-        key = values.tobytes(), values.dtype.str, values.shape
-        if key not in self._constants:
-            start = self._constant_used
-            assert start + values.nbytes <= CONSTANT_BYTES, "too many constants"
-            memory = self._constant_memory
-            self._constant_used += -(-values.nbytes // SLACK) * SLACK
-            self._constant_lane.send(memory.ptr + start, _bytes_of(values))
-            self._constant_lane.event.synchronize()  # not by the stream: it may be captured
-            array = DeviceArray(memory.ptr + start, values.shape, values.dtype, memory)
-            self._constants[key] = array
-        return self._constants[key]
+        return self._constants.array(values)
 
     def product(
         self, weight: DeviceArray, x: DeviceArray, out: DeviceArray, factor: float, adds: bool
@@ -154,13 +139,17 @@ class CudaOps(CudaCollectives):
     ) -> CudaWeight:
         if type_name not in rows.EMBED:
             raise ValueError(f"the cuda backend has no tensor type {type_name}")
-        row = row_bytes(type_name, shape[-1])
-        nbytes, sent = row * int(np.prod(shape[:-1], dtype=np.int64)), 0
-        ptr, owner = self._weights.take(nbytes + SLACK)
+        weight, sent = self._place(type_name, shape), 0
         for piece in pieces:
-            self._uploader.send(ptr + sent, piece)
+            self._uploader.send(weight.ptr + sent, piece)
             sent += piece.nbytes
-        assert sent == nbytes, f"{sent} bytes for {type_name} {shape}"
+        assert sent == weight.nbytes, f"{sent} bytes for {type_name} {shape}"
+        return weight
+
+    def _place(self, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
+        row = row_bytes(type_name, shape[-1])
+        nbytes = row * int(np.prod(shape[:-1], dtype=np.int64))
+        ptr, owner = self._weights.take(nbytes + SLACK)
         return CudaWeight(tuple(shape), nbytes, type_name, ptr, row, owner)
 
     def shared_weight(
@@ -180,10 +169,7 @@ class CudaOps(CudaCollectives):
     def dummy_weight(self, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
         """Random values instead of a file's, for measurements."""
         type_name = "F32" if len(shape) == 1 else REPACKED.get(type_name, type_name)
-        row = row_bytes(type_name, shape[-1])
-        nbytes = row * int(np.prod(shape[:-1], dtype=np.int64))
-        ptr, owner = self._weights.take(nbytes + SLACK)
-        return self.fill(CudaWeight(tuple(shape), nbytes, type_name, ptr, row, owner))
+        return self.fill(self._place(type_name, shape))
 
     def fill(self, weight: CudaWeight) -> CudaWeight:
         """Random values over its own; the same on every rank that makes the same calls."""

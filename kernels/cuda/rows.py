@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
+from voltapile.kernels.cuda.chunks import REPACKED
 from voltapile.kernels.cuda.compile import KERNELS
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.shm.formats import format_of
@@ -18,7 +19,10 @@ FORMATS: tuple[str, ...] = tuple(
 )
 # The first kernels of a step wait for all that was before it, so that later ones may read
 # positions, page tables and older keys and values as soon as they start.
-EMBED = {name: Instance("embed.cu", "embed", (("FORMAT", name),), True) for name in FORMATS}
+EMBED = {
+    name: Instance("embed.cu", "embed", (("FORMAT", name),), True)
+    for name in (*FORMATS, *REPACKED.values())
+}
 NORM_ROWS = Instance("norm.cu", "rms_norm_rows", waits=True)
 NORM_HEADS = Instance("norm.cu", "rms_norm_heads", waits=True)
 ANGLES = Instance("rope.cu", "rope_angles", (), True)

@@ -23,4 +23,15 @@ struct NVFP4 {
   }
 };
 
+// The same behind a float, which multiplies it: what a GPU makes of a file's blocks at load.
+struct NVFP4_SCALED {
+  static constexpr int type = 1 << 16 | 40, length = 64, bytes = 40;
+
+  VP_HD static void unpack(const std::uint8_t* b, float* y) {
+    const float factor = from_bits(u32_at(b));
+    NVFP4::unpack(b + 4, y);
+    for (int e = 0; e < 64; ++e) y[e] *= factor;
+  }
+};
+
 }  // namespace voltapile::formats

@@ -34,6 +34,7 @@ from ..workers.test_golden_families import (
     mean_kl,
     prompts_of,
 )
+from ..workers.test_nvfp4 import nvfp4  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 Make = Callable[..., Any]
@@ -111,6 +112,15 @@ def test_kl(golden: Path, engine_for: Make, cuda_engine: Make, model: str, kind:
 def test_kl_mini(mini: Path, engine_for: Make, cuda_engine: Make, model: str) -> None:
     folder = mini / model
     check(folder / "model-f16.gguf", folder, NOT_QUANTISED_KL, engine_for, cuda_engine)
+
+
+def test_kl_of_nvfp4(
+    nvfp4: Path,  # noqa: F811
+    mini: Path,
+    engine_for: Make,
+    cuda_engine: Make,
+) -> None:
+    check(nvfp4, mini / "qwen3moe", NOT_QUANTISED_KL, engine_for, cuda_engine)
 
 
 @pytest.mark.parametrize(

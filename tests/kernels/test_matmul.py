@@ -65,14 +65,21 @@ def random_raw(name: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
         scatter_iq1_m(raw.reshape(-1, kind.block_bytes), scales.view(np.uint16))
     if name == "MXFP4":
         raw[..., 0] = rng.integers(120, 128, raw.shape[:2])
-    if name == "NVFP4":
-        raw[..., :4] = rng.integers(0, 40, (*raw.shape[:2], 4))
+    if name.startswith("NVFP4"):
+        raw[..., -36:-32] = rng.integers(0, 40, (*raw.shape[:2], 4))
+    if name == "NVFP4_SCALED":
+        factors = rng.uniform(0.1, 4, (*raw.shape[:2], 1)).astype(np.float32)
+        raw[..., :4] = factors.view(np.uint8)
     return raw.reshape(-1)
 
 
 def values_of(raw: np.ndarray, name: str, rows: int) -> np.ndarray:
     kind = format_of(name)
     blocks = raw.reshape(-1, kind.block_bytes)
+    if name == "NVFP4_SCALED":
+        factors = np.ascontiguousarray(blocks[:, :4]).view(np.float32).astype(np.float64)
+        values = values_of(np.ascontiguousarray(blocks[:, 4:]), "NVFP4", len(blocks)) * factors
+        return values.reshape(rows, -1)
     values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
     return values.astype(np.float64).reshape(rows, -1)
 

@@ -210,6 +210,26 @@ struct Codec<formats::MXFP4> : Quantised {
   }
 };
 
+// Blocks of 64 columns; columns j and j + 8 of 16 share a byte. Values as MXFP4's.
+template <>
+struct Codec<formats::NVFP4_SCALED> : Quantised {
+  static constexpr int ALIGN = 8, BYTES = 4 * 40, SCALES = 2;
+  static __device__ __forceinline__ void unpack(Bytes row, int group, int p, Unit* out) {
+    for (int half = 0; half < 2; ++half) {
+      const int at = 40 * (group >> 1) + 8 + 16 * (group & 1) + 8 * half + 4 * (p & 1);
+      const unsigned w = word_at<ALIGN>(row + at) >> 4 * (p >> 1);
+      for (int odd = 0; odd < 2; ++odd)
+        out->r[2 * half + odd] =
+            field(w, 0, odd, 9, 0x0e000e00) | field(w, 0, odd, 12, 0x80008000);
+    }
+  }
+  static __device__ __forceinline__ float2 scale(Bytes row, int i) {
+    const Bytes block = row + 40 * (i >> 2);
+    const float factor = *reinterpret_cast<const float*>(block);
+    return {factor * formats::NVFP4::scale_of(block[4 + (i & 3)]) * 32768.0f, 0.0f};
+  }
+};
+
 template <>
 struct Codec<formats::F16> {
   static constexpr int GROUPS = 4, BYTES = 4 * 64, ALIGN = 2, SPAN = 1, SCALES = 1, PLANES = 1;

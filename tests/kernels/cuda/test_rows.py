@@ -37,7 +37,7 @@ def true_vector(values: np.ndarray) -> Any:
     return REF.weight(values.view(np.uint8), "F32", values.shape)
 
 
-@pytest.mark.parametrize("type_name", ["F32", "F16", "Q4_K", "Q6_K", "Q8_0", "IQ2_XS", "MXFP4"])
+@pytest.mark.parametrize("type_name", ["F32", "F16", "Q4_K", "Q6_K", "Q8_0", "IQ2_XS", "MXFP4", "NVFP4"])
 def test_embed(ops: EmulatedOps, type_name: str) -> None:
     kind = format_of(type_name)
     rng = np.random.default_rng(0)
