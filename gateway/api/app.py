@@ -23,8 +23,10 @@ from voltapile.gateway.api.messages import count_tokens, messages
 from voltapile.gateway.api.models import get_model, list_models
 from voltapile.gateway.api.native import completion
 from voltapile.gateway.api.openapi import openapi
+from voltapile.gateway.api.page import PREFIX, add_page
 from voltapile.gateway.api.props import apply_template, props, slots
 from voltapile.gateway.api.services import SERVICES, Services, given_key
+from voltapile.gateway.api.status import status
 from voltapile.gateway.api.tokenize import detokenize, tokenize
 from voltapile.gateway.engine import Engine
 from voltapile.gateway.grammar import Grammars
@@ -35,7 +37,7 @@ from voltapile.topology.plan import Plan
 
 MAX_BODY_BYTES = 32 << 20
 SHUTDOWN_SECONDS = 2.0  # open connections have so long after their streams were stopped
-OPEN_PATHS = ("/health", "/v1/health", "/openapi.json")  # no key needed
+OPEN_PATHS = ("/health", "/v1/health", "/openapi.json", "/")  # no key needed
 
 
 def make_app(
@@ -46,11 +48,12 @@ def make_app(
     *,
     api_keys: Iterable[str] = (),
     metrics: bool = True,
+    webui: bool = True,
     max_body_bytes: int = MAX_BODY_BYTES,
     keepalive_seconds: float = 15.0,
     write_seconds: float = 60.0,
 ) -> web.Application:
-    """The application; `metrics` says whether /metrics exists."""
+    """The application. metrics, webui: whether /metrics and the page at / exist."""
     app = web.Application(
         middlewares=[_observe, error_middleware, _allow_origins, _authorise],
         client_max_size=max_body_bytes,
@@ -67,6 +70,8 @@ def make_app(
         write_seconds=write_seconds,
     )
     _add_routes(app, metrics)
+    if webui:
+        add_page(app)
     app.on_response_prepare.append(_common_headers)
     app.on_shutdown.append(_interrupt_generations)
     app.cleanup_ctx.append(_loop_watch)
@@ -124,6 +129,7 @@ def _add_routes(app: web.Application, with_metrics: bool) -> None:
     route.add_get("/openapi.json", openapi)
     route.add_get("/props", props)
     route.add_get("/slots", slots)
+    route.add_get("/status", status)
     route.add_post("/apply-template", apply_template)
     route.add_post("/tokenize", tokenize)
     route.add_post("/detokenize", detokenize)
@@ -164,7 +170,8 @@ async def _allow_origins(request: web.Request, handler: Handler) -> web.StreamRe
 async def _authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
     """A key, where keys were given; compared in constant time."""
     keys = request.app[SERVICES].api_keys
-    if not keys or request.path in OPEN_PATHS:
+    path = request.path
+    if not keys or path in OPEN_PATHS or path.startswith(PREFIX):
         return await handler(request)
     given = given_key(request)
     secret = (given or "").encode("utf-8", "surrogateescape")

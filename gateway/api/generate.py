@@ -175,6 +175,11 @@ class Generation:
         return self._slot
 
     @property
+    def is_waiting(self) -> bool:
+        """It has no slot now: it never had one, or was sent back."""
+        return self._stream.request.slot < 0
+
+    @property
     def number(self) -> int:
         """Of the request, counted by the engine."""
         return self._stream.request.id

@@ -58,9 +58,14 @@ ROUTES = (
     Route("GET", "/props", "What is served, and its defaults",
           gives=("default_generation_settings", "total_slots", "chat_template")),
     Route("GET", "/slots", "What each slot does now", errors=(503,), query=("fail_on_no_slot",)),
+    Route("GET", "/status", "Ranks, memory, and how far each request is",
+          gives=("status", "ranks", "memory", "requests", "counters")),
     Route("GET", "/health", "Whether requests are taken", gives=("status",),
           also=("/v1/health",), errors=(503,), is_open=True),
     Route("GET", "/metrics", "Prometheus's text", media="text/plain"),
+    Route("GET", "/", "The page for people", media="text/html", is_open=True),
+    Route("GET", "/page/{name}", "A file of the page", media="*/*", errors=(404,),
+          path_fields=("name",), is_open=True),
     Route("GET", "/openapi.json", "This document", gives=("openapi",), is_open=True),
 )  # fmt: skip
 

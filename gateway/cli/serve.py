@@ -55,6 +55,8 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     add("--notify", default="", metavar="SOCKET", help="where systemd listens: ${NOTIFY_SOCKET}")
     add("--metrics", action=argparse.BooleanOptionalAction, default=True,
         help="serve /metrics for Prometheus")  # fmt: skip
+    add("--webui", action=argparse.BooleanOptionalAction, default=True,
+        help="serve the page at /")  # fmt: skip
 
 
 def port(text: str) -> int:
@@ -178,7 +180,10 @@ class Server:
 
         tokenizer, template = self._language()
         keys, metrics = api_keys(self.args), self.args.metrics
-        app = make_app(engine, tokenizer, template, self.plan, api_keys=keys, metrics=metrics)
+        app = make_app(
+            engine, tokenizer, template, self.plan,
+            api_keys=keys, metrics=metrics, webui=self.args.webui,
+        )  # fmt: skip
         gc.collect()
         gc.freeze()  # or each full collection looks at all of this again
         give_back_memory()

@@ -29,7 +29,7 @@ async def test_bad_bodies(post, path, body):
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v2/models", 404),
         ("POST", "/v1/images/generations", 404),
         ("GET", CHAT, 405),
