@@ -71,6 +71,17 @@ class NGramWeights:
     dilation: int
 
 
+@dataclass(frozen=True)
+class MixWeights:
+    """From S streams of width D to one: norm [S * D], down [R, S * D], up [S * D, R], and inject
+    [S, S * D], which the last mix of a model has not."""
+
+    norm: Weight
+    down: Weight
+    up: Weight
+    inject: Weight | None
+
+
 class FamilyOps(Ops, Protocol):
     # --- experts --------------------------------------------------------------------------
     def expert_table(self, gate: Weight, up: Weight, down: Weight, first: int) -> Any:
@@ -130,6 +141,18 @@ class FamilyOps(Ops, Protocol):
     # --- residual streams -----------------------------------------------------------------
     def streams(self, x: Array, count: int) -> Array:
         """[T, S * D]: x [T, D] S times side by side."""
+
+    def stream_in(
+        self,
+        x: Array,
+        before: tuple[Array, Array] | None,
+        mix: MixWeights,
+        width: int,
+        eps: float,
+    ) -> tuple[Array, Array | None]:
+        """What a half of a layer takes of the streams x [T, S * D], [T, D], and how its answer will
+        go to each of them, [T, S]; see `stream_in` below. before: inject and y of the half before,
+        which are added to x first."""
 
     def stream_norm(self, x: Array, weight: Weight, width: int, eps: float) -> Array:
         """Each run of `width` values divided by its root mean square; times weight [S * D]."""
@@ -213,3 +236,20 @@ class FamilyOps(Ops, Protocol):
         """Copy a slot's states, one behind another, into uint8 host memory."""
 
     def restore_states(self, states: Sequence[Any], slot: int, source: np.ndarray) -> None: ...
+
+
+def stream_in(
+    ops: FamilyOps,
+    x: Array,
+    before: tuple[Array, Array] | None,
+    mix: MixWeights,
+    width: int,
+    eps: float,
+) -> tuple[Array, Array | None]:
+    """FamilyOps.stream_in, of the other operations on streams."""
+    if before is not None:
+        ops.stream_add_(x, *before)
+    h = ops.stream_norm(x, mix.norm, width, eps)
+    low = ops.silu_(ops.linear(h, mix.down), width / x.shape[1])
+    mixed = ops.stream_mix(h, ops.linear(low, mix.up), width)
+    return mixed, None if mix.inject is None else ops.linear(h, mix.inject)

@@ -6,7 +6,7 @@ import numpy as np
 from voltapile.kernels.cpu.ops import CpuOps
 from voltapile.kernels.cpu.states import State, new_state
 from voltapile.kernels.cpu.weights import flat, matrix_of, turned
-from voltapile.kernels.families import NGramHash, NGramWeights
+from voltapile.kernels.families import MixWeights, NGramHash, NGramWeights, stream_in
 from voltapile.kernels.ops import Batch, Weight
 
 
@@ -15,6 +15,16 @@ class CpuStreams(CpuOps):
         out = self._scratch.array((len(x), count * x.shape[1]))
         self._engine.streams(x, out)
         return out
+
+    def stream_in(
+        self,
+        x: np.ndarray,
+        before: tuple[np.ndarray, np.ndarray] | None,
+        mix: MixWeights,
+        width: int,
+        eps: float,
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        return stream_in(self, x, before, mix, width, eps)  # type: ignore[arg-type]
 
     def stream_norm(self, x: np.ndarray, weight: Weight, width: int, eps: float) -> np.ndarray:
         factors = flat(weight)

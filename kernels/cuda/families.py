@@ -10,10 +10,17 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from voltapile.kernels.cuda import delta, experts, sparse, streams
+from voltapile.kernels.cuda import delta, experts, mixes, sparse, streams
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.states import State
-from voltapile.kernels.families import DeltaShape, DeltaWeights, NGramHash, NGramWeights
+from voltapile.kernels.families import (
+    DeltaShape,
+    DeltaWeights,
+    MixWeights,
+    NGramHash,
+    NGramWeights,
+    stream_in,
+)
 from voltapile.kernels.ops import Batch, Weight
 
 
@@ -96,6 +103,28 @@ class CudaFamilies:
     # --- residual streams ---------------------------------------------------------------------
     def streams(self: Host, x: DeviceArray, count: int) -> DeviceArray:
         return streams.streams(self, x, count)
+
+    def stream_in(
+        self: Host,
+        x: DeviceArray,
+        before: tuple[DeviceArray, DeviceArray] | None,
+        mix: MixWeights,
+        width: int,
+        eps: float,
+    ) -> tuple[DeviceArray, DeviceArray | None]:
+        """Rows that must have the bits that they have alone take kernels of their own."""
+        if not mixes.fits(mix, width):
+            return stream_in(self, x, before, mix, width, eps)  # type: ignore[arg-type]
+        alone = self.rows_alone(x)
+        if alone is None or alone >= len(x):
+            injects = None if mix.inject is None else self.scratch((len(x), mix.inject.shape[0]))
+            outs = self.scratch((len(x), width)), injects
+            mixes.stream_in(self, x, before, mix, outs, eps)
+            return outs
+        h, inject = stream_in(self, x, before, mix, width, eps)  # type: ignore[arg-type]
+        first = h[:alone], None if inject is None else inject[:alone]
+        mixes.stream_in(self, x[:alone], None, mix, first, eps)
+        return h, inject
 
     def stream_norm(
         self: Host, x: DeviceArray, weight: Weight, width: int, eps: float

@@ -20,6 +20,7 @@ def _instances() -> list[Instance]:
         group,
         heads,
         matmul,
+        mixes,
         rows,
         sampling,
         sparse,
@@ -27,7 +28,7 @@ def _instances() -> list[Instance]:
     )
 
     dense = rows, sampling, dummy, matmul, attention, heads, group
-    modules = *dense, experts, delta, streams, sparse
+    modules = *dense, experts, delta, streams, mixes, sparse
     found = [instance for module in modules for instance in module.INSTANCES]
     assert len(set(found)) == len(found), "an instance is listed twice"
     return found

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from voltapile.kernels.families import MAX_PROVISIONAL, NGramHash, NGramWeights
+from voltapile.kernels.families import (
+    MAX_PROVISIONAL,
+    MixWeights,
+    NGramHash,
+    NGramWeights,
+    stream_in,
+)
 from voltapile.kernels.ops import Array, Batch, Weight
 from voltapile.kernels.reference.experts import sigmoid, silu
 from voltapile.kernels.reference.ops import ReferenceOps
@@ -14,6 +20,16 @@ from voltapile.kernels.reference.states import State
 class ReferenceStreams(ReferenceOps):
     def streams(self, x: np.ndarray, count: int) -> Array:
         return np.tile(x, (1, count))
+
+    def stream_in(
+        self,
+        x: np.ndarray,
+        before: tuple[np.ndarray, np.ndarray] | None,
+        mix: MixWeights,
+        width: int,
+        eps: float,
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        return stream_in(self, x, before, mix, width, eps)  # type: ignore[arg-type]
 
     def stream_norm(self, x: np.ndarray, weight: Weight, width: int, eps: float) -> Array:
         runs = x.reshape(len(x), x.shape[1] // width, width)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from voltapile.kernels.families import FamilyOps, NGramHash, NGramWeights
+from voltapile.kernels.families import FamilyOps, MixWeights, NGramHash, NGramWeights
 from voltapile.kernels.ops import Array, Batch, Ops
 from voltapile.topology.share import Share
 from voltapile.topology.spec import NGrams as NGramSpec
@@ -68,9 +68,8 @@ class Block:
                 self.ple(x, batch)
         with ops.scope():
             h, inject = self.hc_attn(x)
-            ops.stream_add_(x, inject, self.mixer(h, angles, batch, cache))
-        with ops.scope():
-            h, inject = self.hc_ffn(x)
+            before = inject, self.mixer(h, angles, batch, cache)
+            h, inject = self.hc_ffn(x, before)
             ops.stream_add_(x, inject, self.ffn(h, batch))
 
 
@@ -78,20 +77,18 @@ class Mix:
     """From the streams [T, S * D] to one input [T, D], and how the answer goes to each of them."""
 
     def __init__(self, spec: Spec, weights: Weights, prefix: str, ops: Ops) -> None:
-        self.ops, self.eps = cast(FamilyOps, ops), spec.eps
-        self.width, self.scale = spec.width, 1.0 / spec.streams
-        self.norm = weights(f"{prefix}_norm.weight")
-        self.down = weights(f"{prefix}_down.weight")
-        self.up = weights(f"{prefix}_up.weight")
-        self.inject = weights.optional(f"{prefix}_inject.weight")
+        self.ops, self.eps, self.width = cast(FamilyOps, ops), spec.eps, spec.width
+        self.weights = MixWeights(
+            norm=weights(f"{prefix}_norm.weight"),
+            down=weights(f"{prefix}_down.weight"),
+            up=weights(f"{prefix}_up.weight"),
+            inject=weights.optional(f"{prefix}_inject.weight"),
+        )
 
-    def __call__(self, x: Array) -> tuple[Array, Array]:
-        """[T, D] and [T, S]; the last mix of all injects nothing: its matrix is not there."""
-        ops = self.ops
-        h = ops.stream_norm(x, self.norm, self.width, self.eps)
-        low = ops.silu_(ops.linear(h, self.down), self.scale)
-        mixed = ops.stream_mix(h, ops.linear(low, self.up), self.width)
-        return mixed, None if self.inject is None else ops.linear(h, self.inject)
+    def __call__(self, x: Array, before: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
+        """[T, D] and [T, S]; the last mix of all injects nothing: its matrix is not there. before:
+        inject and answer of the half of the layer before, which are added to x first."""
+        return self.ops.stream_in(x, before, self.weights, self.width, self.eps)
 
 
 def mixer(spec: Spec, share: Share, weights: Weights, layer: int, ops: Ops) -> Mixer:

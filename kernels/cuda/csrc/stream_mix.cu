@@ -55,8 +55,10 @@ extern "C" __global__ void stream_add(float* x, const float* inject, const float
   if (i >= width) return;
   const long long token = blockIdx.y;
   const float value = y[token * width + i];
-  for (int s = 0; s < count; ++s)
-    x[(token * count + s) * width + i] += 2.0f * sigmoid(inject[token * count + s] / count) * value;
+  for (int s = 0; s < count; ++s) {  // as stream_in.cu has it
+    float& place = x[(token * count + s) * width + i];
+    place = fmaf(2.0f * sigmoid(inject[token * count + s] / count), value, place);
+  }
 }
 
 // grid: (n / 256)
