@@ -3,8 +3,9 @@
     python bench/group.py [--ranks 2] [--islands] [--replays 10000] [--only times,replays,...]
 
 times: a call of all_reduce inside a recorded step, and of others. sweep: each way of a sum. norms:
-a sum and the norm after it, of few rows and of prompts. bits: every collective against numpy. replays: recorded steps with
-random pauses on each rank. loss: a rank that is killed, stopped, or a group that is ended.
+a sum and the norm after it, of few rows and of prompts. bits: every collective against numpy.
+replays: recorded steps with random pauses on each rank. loss: a rank that is killed, stopped, or a
+group that is ended.
 --islands makes each GPU an island of its own.
 """
 

@@ -83,9 +83,15 @@ def is_natural(weight: CudaWeight) -> bool:
     return weight.type_name in FLOATS or CHUNKS[weight.type_name].is_expanded
 
 
-def sums(ops: Launcher, x: Halves, weight: CudaWeight, is_fused: bool) -> DeviceArray:
+def sums(
+    ops: Launcher,
+    x: Halves,
+    weight: CudaWeight,
+    is_fused: bool,
+    out: DeviceArray | None = None,
+) -> DeviceArray:
     """float32 [T, N], to be multiplied by x.scales."""
-    out = ops.scratch((x.units.shape[1], weight.shape[0]))
+    out = ops.scratch((x.units.shape[1], weight.shape[0])) if out is None else out
     planes = range(WEIGHT_PLANES[weight.type_name]), range(len(x.units))
     order = [(w, a) for w, a in itertools.product(*planes) if w + a < 2]
     for plane in planes[0]:

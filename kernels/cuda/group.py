@@ -7,7 +7,6 @@ All ranks choose alike, since only shapes and the group decide. Knows neither cu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
@@ -22,7 +21,6 @@ from voltapile.kernels.cuda.links import (
     Links,
 )
 from voltapile.kernels.cuda.rows import LONGEST_HEAD, norm_threads
-from voltapile.kernels.ops import Arrival
 
 SUM = Instance("group_packs.cu", "group_sum", waits=True)
 SUM_NORM = Instance("group_norm.cu", "group_sum_norm", waits=True)
@@ -81,9 +79,9 @@ def all_reduce_loosely(
     ops: Launcher, links: Links, part: DeviceArray | None, out: DeviceArray, accumulate: bool
 ) -> None:
     """all_reduce of rows that need not be exact: 16 bits of each value travel, if it is much."""
-    if can_sum_rows(links, out.shape) and accumulate:
-        all_reduce_rows(ops, links, part, out)
-    elif out.nbytes > SLICE_BYTES and out.size % 8 == 0:
+    if can_sum_rows(links, out.shape):
+        all_reduce_rows(ops, links, part, out, accumulate)
+    elif links.ranks > 2 and out.nbytes > SLICE_BYTES and out.size % 8 == 0:
         grid = _pieces(out.size, links.mates * PIECE, links)
         address = 0 if part is None else part.ptr
         numbers = np.int64(out.size), np.int32(accumulate)
@@ -103,15 +101,20 @@ def all_reduce_rows(
     links: Links,
     part: DeviceArray | None,
     x: DeviceArray,
-    weight: CudaWeight | None = None,
-    eps: float = 0.0,
-    out: DeviceArray | None = None,
+    accumulate: bool = True,
+    scales: DeviceArray | None = None,
+    bias: CudaWeight | None = None,
+    norm: tuple[CudaWeight, float, DeviceArray] | None = None,
 ) -> None:
-    """x += the sum of two ranks' parts, as eights; with a weight, out = rms_norm of x."""
+    """x (+)= the sum of two ranks' parts, as eights. scales, bias: this rank's part is part [T, D]
+    times scales [T], plus bias. norm: weight, eps and out, which is rms_norm of x then."""
     rows, n = x.shape
+    weight, eps, out = norm or (None, 0.0, None)
     assert weight is None or (weight.shape, out and out.shape) == ((n,), x.shape), (weight, x)
-    parts = [each.ptr if each else 0 for each in (part, x, weight, out)]
-    numbers = np.int32(rows), np.int32(n), np.float32(eps)
+    assert scales is None or scales.shape == (rows,), scales
+    assert bias is None or bias.shape == (n,), bias
+    parts = [each.ptr if each else 0 for each in (part, scales, bias, x, weight, out)]
+    numbers = np.int32(rows), np.int32(n), np.float32(eps), np.int32(accumulate)
     grid = (min(PIECE_BLOCKS, links.blocks, rows),)
     ops.kernel(SUM_ROWS)(grid, PIECE_THREADS, (links.record, *parts, *numbers))
 
@@ -145,21 +148,6 @@ def all_reduce_norm(
 def _units(n: int) -> int:
     """So many blocks' packs has a row."""
     return -(-n // (PACK_FLOATS * SLOTS))
-
-
-def _waits_for_norm(links: Links, late: Late) -> bool:
-    if late.is_loose:
-        return can_sum_rows(links, late.out.shape)
-    return late.exact == len(late.out) and links.norms and can_norm(links, late.out.shape)
-
-
-def _sum(ops: Launcher, links: Links, late: Late, accumulate: bool) -> None:
-    """Exact rows, then the others."""
-    exact, rows = late.exact, len(late.out)
-    for way, first, end in ((all_reduce, 0, exact), (all_reduce_loosely, exact, rows)):
-        if first < end:
-            part = None if late.part is None else late.part[first:end]
-            way(ops, links, part, late.out[first:end], accumulate)
 
 
 def all_gather(
@@ -234,132 +222,3 @@ def _packs(count: int) -> tuple[tuple[int], int]:
 def _pieces(count: int, step: int, links: Links) -> tuple[int]:
     """A block for each `step` floats, if they can all run at once."""
     return (min(PIECE_BLOCKS, links.blocks, -(-count // step)),)
-
-
-class Watched:
-    """An Arrival that tells if the group has failed meanwhile."""
-
-    def __init__(self, arrival: Arrival, links: Links) -> None:
-        self._arrival, self._links = arrival, links
-
-    def is_there(self) -> bool:
-        return self._arrival.is_there()
-
-    def take(self) -> list[np.ndarray]:
-        found = self._arrival.take()
-        self._links.check()
-        return found
-
-
-@dataclass(frozen=True)
-class Late:
-    """A sum that has not been launched. exact: so many first rows."""
-
-    part: DeviceArray | None
-    out: DeviceArray
-    exact: int
-
-    @property
-    def is_loose(self) -> bool:
-        return self.exact == 0 < len(self.out)
-
-
-class CudaCollectives:
-    """The part of CudaOps that concerns other ranks; see kernels/group.py. wires.py makes links.
-
-    A sum into the residual stream is not launched at once: if the next thing to be done is the norm
-    of the same rows, one kernel does both. Before anything else is submitted comes `_catch_up`.
-    """
-
-    _links: Links | None = None
-    _late: Late | None = None
-
-    def all_reduce(
-        self, part: DeviceArray | None, shape: tuple[int, int], add_to: DeviceArray | None = None
-    ) -> DeviceArray:
-        assert part is None or part.shape == shape, (part, shape)
-        assert add_to is None or add_to.shape == shape, (add_to, shape)
-        self._catch_up()
-        ops, links = self._launcher(), self._links
-        if links is None and part is not None and add_to is None:
-            return part
-        out = ops.scratch(shape) if add_to is None else add_to
-        if links is None:
-            add(ops, part, out, add_to is not None)
-            return out
-        late = Late(part, out, self._exact_rows(shape[0]))
-        if add_to is not None and _waits_for_norm(links, late):
-            self._late = late
-        else:
-            _sum(ops, links, late, add_to is not None)
-        return out
-
-    def _exact_rows(self, rows: int) -> int:
-        """So many first rows of this step have sums that nothing beside them changes."""
-        return rows
-
-    def _catch_up(self) -> None:
-        """Launch a sum that is late."""
-        if self._late is not None:
-            assert self._links is not None
-            late, self._late = self._late, None
-            _sum(self._launcher(), self._links, late, True)
-
-    def _norm_late(self, x: DeviceArray, weight: CudaWeight, eps: float) -> DeviceArray | None:
-        """The norm of what a late sum gives, together with it; None if that cannot be."""
-        if self._late is None or weight.shape != x.shape[1:]:
-            return None
-        ops, late = self._launcher(), self._late
-        part, total = late.part, late.out
-        with ops.scope():
-            place = ops.scratch(x.shape)  # where `out` will be; a row's may be another row's part
-        is_free = (
-            part is None
-            or place.ptr >= part.ptr + part.nbytes
-            or (place.ptr + place.nbytes <= part.ptr)
-        )
-        if (total.ptr, total.shape) != (x.ptr, x.shape) or not is_free:
-            return None
-        assert self._links is not None
-        self._late, out = None, ops.scratch(x.shape)
-        if late.is_loose:
-            all_reduce_rows(ops, self._links, part, x, weight, eps, out)
-        else:
-            all_reduce_norm(ops, self._links, part, x, weight, eps, out)
-        return out
-
-    def all_gather(self, part: DeviceArray | None, rows: int, widths: Sequence[int]) -> DeviceArray:
-        if self._links is None:
-            assert part is not None, "alone, a rank owns everything"
-            return part
-        assert len(widths) == self._links.ranks, widths
-        out = self._launcher().scratch((rows, sum(widths)))
-        all_gather(self._launcher(), self._links, part, out, widths)
-        return out
-
-    def broadcast_(self, x: DeviceArray, source: int) -> None:
-        if self._links is not None:
-            broadcast_(self._launcher(), self._links, x, source)
-
-    def send(self, x: DeviceArray, target: int) -> None:
-        assert self._links is not None, "alone"
-        send(self._launcher(), self._links, x, target)
-
-    def receive(self, shape: tuple[int, int], source: int) -> DeviceArray:
-        assert self._links is not None, "alone"
-        out = self._launcher().scratch(shape)
-        receive(self._launcher(), self._links, out, source)
-        return out
-
-    def place(self, x: DeviceArray, width: int, offset: int) -> DeviceArray:
-        return place(self._launcher(), x, width, offset)
-
-    def _watched(self, arrival: Arrival) -> Arrival:
-        return arrival if self._links is None else Watched(arrival, self._links)
-
-    def _check_group(self) -> None:
-        if self._links is not None:
-            self._links.check()
-
-    def _launcher(self) -> Launcher:
-        raise NotImplementedError

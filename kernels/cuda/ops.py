@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampling
 from voltapile.kernels.cuda.chunks import REPACKED
+from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.device import Device
-from voltapile.kernels.cuda.group import CudaCollectives
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel, Launcher
 from voltapile.kernels.cuda.loader import Loader
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
@@ -278,7 +278,12 @@ class CudaOps(CudaCollectives):
         bias: Weight | None = None,
         add_to: DeviceArray | None = None,
     ) -> DeviceArray:
-        return matmul.linear(self, x, _own(weight), _or_none(bias), add_to, self._policy_for(x))
+        own, own_bias, policy = _own(weight), _or_none(bias), self._policy_for(x)
+        if add_to is None:
+            is_fused = policy.way(len(x)) == "fused"
+            if (late := self._product_late(x, own, own_bias, is_fused)) is not None:
+                return late
+        return matmul.linear(self, x, own, own_bias, add_to, policy)
 
     def linears(
         self,

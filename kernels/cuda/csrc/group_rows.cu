@@ -20,6 +20,13 @@ __device__ __forceinline__ float4 normed(float4 v, float norm, float4 w) {
   return make_float4(v.x * norm * w.x, v.y * norm * w.y, v.z * norm * w.z, v.w * norm * w.w);
 }
 
+__device__ __forceinline__ float4 scaled(float4 v, float by) {
+  return make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
+}
+__device__ __forceinline__ Eight scaled(const Eight& v, float by) {
+  return {scaled(v.a, by), scaled(v.b, by)};
+}
+
 // Of a row, what one exchange takes.
 struct Piece {
   long long at;        // in an array of rows
@@ -34,10 +41,12 @@ struct Piece {
 
 using namespace voltapile;
 
-// x [rows, n] += the sum of the parts; weight: out = rms_norm of x, or null. n is a multiple of 8.
+// x [rows, n] (+)= the sum of the parts; n is a multiple of 8. This rank's is part, times the scales of
+// its rows, plus a bias, where those are not null. weight: out = rms_norm of x, or null.
 extern "C" __global__ void __launch_bounds__(512, 2)
-group_sum_rows(Group* group, const float* part, float* x, const float* weight, float* out, int rows,
-               int n, float eps) {
+group_sum_rows(Group* group, const float* part, const float* scales, const float* bias, float* x,
+               const float* weight, float* out, int rows, int n, float eps,
+               int accumulate) {
   __shared__ float scratch[32];
   grid_wait();
   grid_launch();
@@ -48,7 +57,9 @@ group_sum_rows(Group* group, const float* part, float* x, const float* weight, f
   Wait wait(group);
   const auto hand_over = [&](int row, int chunk) {
     const Piece piece(row, chunk, n);
-    const Eight own = Eights::load(part, piece.at, piece.length);
+    Eight own = Eights::load(part, piece.at, piece.length);
+    if (scales != nullptr) own = scaled(own, scales[row]);
+    if (bias != nullptr) own = plus(own, Eights::load(bias, piece.column, piece.length));
     Eights::write(twin_of(peer.out, exchange + 1), piece.length, own);
     __syncthreads();
     if (threadIdx.x == 0) store_flag(flag_of(peer.out, PIECE_FLAG), exchange + 1);
@@ -61,7 +72,7 @@ group_sum_rows(Group* group, const float* part, float* x, const float* weight, f
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const Piece piece(row, chunk, n);
-      const Eight before = Eights::load(x, piece.at, piece.length), own = next;
+      const Eight before = Eights::load(accumulate ? x : nullptr, piece.at, piece.length), own = next;
       ++exchange;
       if (threadIdx.x == 0) await(flag_of(peer.in, PIECE_FLAG), exchange, other, wait);
       __syncthreads();
