@@ -16,6 +16,7 @@ from typing import Any
 from voltapile.gateway.dialects.dialect import Tool
 from voltapile.gateway.dialects.recognise import dialect_of, reasoning_of
 from voltapile.gateway.renderer import Renderer, TemplateError
+from voltapile.gateway.turns import in_turns
 
 __all__ = ["ChatTemplate", "TemplateError"]
 
@@ -26,7 +27,7 @@ _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_PROBE = "probe-7f3a"
+_PROBE, _FIRST = "probe-7f3a", "first-7f3a"
 PROBE_SECONDS = 0.5
 
 
@@ -44,10 +45,17 @@ class ChatTemplate:
         for each in (self.source, self._tool_source):
             self._renderer.check(each)
         self._tokens = {"bos_token": bos, "eos_token": eos}
+        self._takes_strings = self._takes_parts = True
         self._takes_strings = self._shows(_PROBE)
         self._takes_parts = self._shows([{"type": "text", "text": _PROBE}])
         self.dialect, self.reasoning = dialect_of(self._tool_source), reasoning_of(source)
-        self._takes_objects = "tool_calls" not in self._tool_source or self._shows_objects()
+        self._takes_late_system = self._shows_late_system()
+        self._takes_neighbours = self._shows_all(_of("user", "a"), _of("user", _PROBE))
+        self._takes_objects = self._takes_texts = True  # as arguments of calls
+        if "tool_calls" in self._tool_source:
+            self._takes_objects = self._shows_objects()
+            needs_keys = _PROBE in self._called({_PROBE: 1}) and _PROBE not in self._called(_PROBE)
+            self._takes_texts = not needs_keys
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> ChatTemplate:
@@ -80,6 +88,7 @@ class ChatTemplate:
         if self.dialect.prepared is not None:
             prepared = self.dialect.prepared(prepared, [_tool(tool) for tool in tools or ()])
             tools = None
+        prepared = in_turns(prepared, self._takes_late_system, self._takes_neighbours)
         return self._renderer.render(
             self._tool_source if tools else self.source,
             {
@@ -102,53 +111,94 @@ class ChatTemplate:
 
     def _prepared(self, message: Message) -> dict[str, Any]:
         """A copy in the form that the template expects."""
-        prepared = dict(message)
+        prepared = self._renamed(message, "tool_call_id")
         calls = message.get("tool_calls")
         if calls:
-            as_wanted = _with_parsed_arguments if self._takes_objects else _with_json_arguments
-            prepared["tool_calls"] = [as_wanted(call) for call in calls]
+            prepared["tool_calls"] = [self._as_wanted(call) for call in calls]
         if message.get("role") == "developer" and "developer" not in self.source:
             prepared["role"] = "system"  # OpenAI's newer name for it
+        if message.get("content") is None and not calls:
+            prepared["content"] = ""
+        return self._with_content(prepared)
+
+    def _with_content(self, message: Message) -> dict[str, Any]:
+        """Texts or parts, as the template takes them."""
         content = message.get("content")
-        if content is None and not calls:
-            content = ""
         if isinstance(content, list) and not self._takes_parts:
             content = _flattened(content)
         elif isinstance(content, str) and self._takes_parts and not self._takes_strings:
             content = [{"type": "text", "text": content}]
-        prepared["content"] = content
-        return prepared
+        return {**message, "content": content}
+
+    def _as_wanted(self, call: Any) -> Any:
+        """OpenAI sends a tool call's arguments as JSON text; most templates expect the object."""
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            return call
+        given = function.get("arguments")
+        if not self._takes_objects:
+            wanted = json.dumps(given, ensure_ascii=False) if isinstance(given, Mapping) else given
+        else:
+            wanted = _parsed(given)
+            if isinstance(wanted, str) and not self._takes_texts:
+                wanted = {"raw_arguments": wanted}  # the template goes through keys
+        return self._renamed(call, "id") | {"function": {**function, "arguments": wanted}}
+
+    def _renamed(self, value: Mapping[str, Any], key: str) -> dict[str, Any]:
+        """A copy with the id of a call as the dialect wants it."""
+        name, rename = value.get(key), self.dialect.call_id
+        if rename is None or not isinstance(name, str):
+            return dict(value)
+        return {**value, key: rename(name)}
 
     def _shows(self, content: Any) -> bool:
         """Whether a user message with this content comes out as its plain text."""
-        messages = [{"role": "user", "content": content}]
-        variables = {**self._tokens, "messages": messages, "add_generation_prompt": True}
-        try:
-            text = self._renderer.render(self.source, variables, seconds=PROBE_SECONDS)
-        except TemplateError:
-            return False
+        text = self._probed(self.source, _of("user", content))
         return _PROBE in text and "'text'" not in text and '"text"' not in text
+
+    def _shows_all(self, *messages: Message) -> bool:
+        """Whether the template takes these messages, and shows the text in the last one."""
+        return _PROBE in self._probed(self.source, *messages)
+
+    def _shows_late_system(self) -> bool:
+        first = _of("system", _FIRST), _of("user", "a"), _of("assistant", "b")
+        messages = (*first, _of("system", _PROBE), _of("user", "c"))
+        text = self._probed(self.source, *messages)
+        return _PROBE in text and _FIRST in text  # some keep the last one only
+
+    def _probed(self, source: str, *messages: Message) -> str:
+        """ "" if the template refuses them."""
+        shown = [self._with_content(message) for message in messages]
+        variables = {**self._tokens, "messages": shown, "add_generation_prompt": True}
+        try:
+            return self._renderer.render(source, variables, seconds=PROBE_SECONDS)
+        except TemplateError:
+            return ""
 
     def _shows_objects(self) -> bool:
         """Whether a call's arguments, given as an object, come out as JSON. Some templates want
         their text; where neither works the object is as good."""
-        found = [self._shows_call(arguments) for arguments in ({_PROBE: 1}, f'{{"{_PROBE}": 1}}')]
-        return found[0] or not found[1]
+        as_object, as_text = self._called({_PROBE: 1}), self._called(f'{{"{_PROBE}": 1}}')
+        return _holds_json(as_object) or not _holds_json(as_text)
 
-    def _shows_call(self, arguments: Any) -> bool:
+    def _called(self, arguments: Any) -> str:
+        """A conversation with a call of these arguments."""
         call = {"id": "call00000", "type": "function",
                 "function": {"name": "f", "arguments": arguments}}  # fmt: skip
-        messages = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "b", "tool_call_id": "call00000", "name": "f"},
+        messages: list[Message] = [
+            _of("user", "a"),
+            {**_of("assistant", ""), "tool_calls": [call]},
+            {**_of("tool", "b"), "tool_call_id": "call00000", "name": "f"},
         ]
-        variables = {**self._tokens, "messages": messages, "add_generation_prompt": True}
-        try:
-            text = self._renderer.render(self._tool_source, variables, seconds=PROBE_SECONDS)
-        except TemplateError:
-            return False
-        return _PROBE in text and f"'{_PROBE}'" not in text and f'\\"{_PROBE}' not in text
+        return self._probed(self._tool_source, *messages)
+
+
+def _holds_json(text: str) -> bool:
+    return _PROBE in text and f"'{_PROBE}'" not in text and f'\\"{_PROBE}' not in text
+
+
+def _of(role: str, content: Any) -> Message:
+    return {"role": role, "content": content}
 
 
 def _tool(tool: Mapping[str, Any]) -> Tool:
@@ -168,27 +218,15 @@ def _flattened(parts: Sequence[Any]) -> str:
     return "\n".join(texts)
 
 
-def _with_parsed_arguments(call: Any) -> Any:
-    """OpenAI sends a tool call's arguments as JSON text; templates expect the object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
+def _parsed(arguments: Any) -> Any:
+    """The object that a text stands for; what stands for none stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        arguments = json.loads(function["arguments"])
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _with_json_arguments(call: Any) -> Any:
-    """The other way round."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
-        return call
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _token_text(metadata: Mapping[str, Any], role: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from voltapile.gateway.api.errors import bad_request
@@ -59,6 +60,7 @@ def _guide(services: Services, asked: Constraint | None, reading: Reading | None
     lark = _asked_lark(asked) if asked else ""
     if reading is not None and reading.use.tools:
         calls = reading.dialect.grammar(reading.use.tools, reading.use.many)
+        calls = _with_controls(services.tokenizer, calls, reading.dialect.marks)
         if not lark:
             lark = calls
         elif asked is not None and asked.is_schema:  # an answer, or calls on the way to it
@@ -92,6 +94,18 @@ def _with_thought(tokenizer: Tokenizer, lark: str, reading: Reading) -> str:
         rule = f"thought: /(?s:.*)/ <[{token}]>"
     body = _START.sub("thought_then", lark)
     return f"{body}\nstart: {thought}\n{rule}\nspace: /\\s*/"
+
+
+def _with_controls(tokenizer: Tokenizer, lark: str, marks: Iterable[str]) -> str:
+    """With those markers as tokens that are control tokens, and so stand for no text."""
+    tokens = {mark: token for mark in marks if (token := _control(tokenizer, mark)) is not None}
+    lines = lark.split("\n")
+    for i, line in enumerate(lines):
+        if "%json" not in line:  # a schema is its author's
+            for mark, token in tokens.items():
+                line = line.replace(mark, f'" <[{token}]> "')
+            lines[i] = line.replace(' "" ', " ").replace(' ""', "")
+    return "\n".join(lines)
 
 
 def _marker(tokenizer: Tokenizer, text: str) -> str:

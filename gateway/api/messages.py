@@ -6,6 +6,8 @@ leaves at once, so what of the prompt was cached is told by the last ones.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import secrets
 import uuid
 from typing import Any
@@ -20,6 +22,7 @@ from voltapile.gateway.api.messages_schema import MessagesRequest, messages_requ
 from voltapile.gateway.api.prompt import chat_prompt, conversation
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 from voltapile.gateway.api.sse import EventStream
+from voltapile.gateway.dialects.dialect import Fragment
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -81,26 +84,36 @@ class _Blocks:
         self._generation = generation
         self._index = -1
         self._kind = ""  # of the open block
+        self._thought = ""  # of the open block, if it is one of thinking
 
     def events(self, delta: Delta) -> bytes:
-        data = b""
+        # What goes on with an open call stands before whatever else has come with it.
+        calls = delta.calls
+        begun = next((i for i, each in enumerate(calls) if each.name), len(calls))
+        data = self._calls(calls[:begun])
         if delta.reasoning:
             data += self._open("thinking", _thinking(""))
             data += self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+            self._thought += delta.reasoning
         if delta.text and (self._kind != "tool_use" or not delta.text.isspace()):
             data += self._open("text", {"type": "text", "text": ""})
             data += self._delta({"type": "text_delta", "text": delta.text})
-        for fragment in delta.calls:
-            if fragment.name:
-                data += self._close() + self._open("tool_use", _tool_use(fragment.name))
-            if fragment.arguments:
-                part = {"type": "input_json_delta", "partial_json": fragment.arguments}
-                data += self._delta(part)
+        data += self._calls(calls[begun:])
         if delta.finish:
             generation = self._generation
             data += self._close()
             data += _event("message_delta", delta=_stop(generation), usage=_usage(generation))
             data += _event("message_stop")
+        return data
+
+    def _calls(self, fragments: list[Fragment]) -> bytes:
+        data = b""
+        for fragment in fragments:
+            if fragment.name:
+                data += self._close() + self._open("tool_use", _tool_use(fragment.name))
+            if fragment.arguments:
+                part = {"type": "input_json_delta", "partial_json": fragment.arguments}
+                data += self._delta(part)
         return data
 
     def _open(self, kind: str, block: dict[str, Any]) -> bytes:
@@ -118,15 +131,18 @@ class _Blocks:
     def _close(self) -> bytes:
         if not self._kind:
             return b""
-        self._kind = ""
-        return _event("content_block_stop", index=self._index)
+        data = b""
+        if self._kind == "thinking":
+            data = self._delta({"type": "signature_delta", "signature": _signature(self._thought)})
+        self._kind = self._thought = ""
+        return data + _event("content_block_stop", index=self._index)
 
 
 def _content(outcome: Outcome) -> list[dict[str, Any]]:
     """In the order in which a stream has them."""
     content: list[dict[str, Any]] = []
     if outcome.reasoning:
-        content.append(_thinking(outcome.reasoning))
+        content.append(_thinking(outcome.reasoning, _signature(outcome.reasoning)))
     if outcome.text:
         content.append({"type": "text", "text": outcome.text})
     arguments: list[str] = []
@@ -149,8 +165,13 @@ def _object(text: str) -> Any:
         return {"raw_arguments": text}
 
 
-def _thinking(text: str) -> dict[str, Any]:
-    return {"type": "thinking", "thinking": text, "signature": ""}
+def _thinking(text: str, signature: str = "") -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": signature}
+
+
+def _signature(thought: str) -> str:
+    """Clients keep only thoughts that have one. It is a digest, which nobody checks."""
+    return base64.b64encode(hashlib.sha256(thought.encode()).digest()).decode()
 
 
 def _tool_use(name: str) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Dialect:
 
     grammar: of calls of some of the tools, in llguidance's Lark; `many` if more than one may come.
     prepared: messages with tools and calls as text, for templates that know of neither.
+    call_id: an id of a call as its template wants it.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Dialect:
     parser: Callable[[str, Sequence[Tool]], CallParser]  # of the marker that was met
     grammar: Callable[[Sequence[Tool], bool], str]
     prepared: Callable[[Messages, Sequence[Tool]], Messages] | None = None
+    call_id: Callable[[str], str] | None = None
 
 
 def first_open(text: str, markers: Sequence[str]) -> int:
@@ -101,12 +103,47 @@ def json_rule(name: str, schema: Any) -> str:
 
 
 def json_calls_grammar(
-    tools: Sequence[Tool], many: bool, key: str, before: str = "", after: str = ""
+    tools: Sequence[Tool],
+    many: bool,
+    key: str,
+    each: tuple[str, str] = ("", ""),
+    around: tuple[str, str] = ("", ""),
+    between: str = "\n",
 ) -> str:
-    """Calls that are JSON objects with a name and `key`, between two texts."""
-    lines = ["start: call" + (" (between call)*" if many else ""), 'between: "\\n"']
+    """Calls that are JSON objects with a name and `key`. each: texts around a call; around: around
+    them all."""
+    heads = [f'{each[0]}{{"name": {json.dumps(tool.name)}, "{key}": ' for tool in tools]
+    return _calls_grammar(tools, many, heads, "}" + each[1], around, between)
+
+
+def named_calls_grammar(
+    tools: Sequence[Tool],
+    many: bool,
+    before: str,
+    after: str,
+    close: str = "",
+    around: tuple[str, str] = ("", ""),
+) -> str:
+    """Calls that are JSON arguments behind their name, which stands between two texts."""
+    heads = [f"{before}{tool.name}{after}" for tool in tools]
+    return _calls_grammar(tools, many, heads, close, around, "\n" if close else "")
+
+
+def _calls_grammar(
+    tools: Sequence[Tool],
+    many: bool,
+    heads: Sequence[str],
+    tail: str,
+    around: tuple[str, str],
+    between: str,
+) -> str:
+    more = ""
+    if many:
+        more = f"({quoted(between)} call)*" if between else "call*"
+    parts = [quoted(around[0]), "call", more, quoted(around[1])]
+    lines = ["start: " + " ".join(part for part in parts if part not in ("", '""'))]
     lines.append("call: " + " | ".join(f"c{i}" for i in range(len(tools))))
-    for i, tool in enumerate(tools):
-        head = quoted(f'{before}{{"name": {json.dumps(tool.name)}, "{key}": ')
-        lines += [f"c{i}: {head} a{i} {quoted('}' + after)}", json_rule(f"a{i}", tool.schema)]
+    for i, (tool, head) in enumerate(zip(tools, heads, strict=True)):
+        end = f" {quoted(tail)}" if tail else ""
+        lines += [f"c{i}: {quoted(head)} a{i}{end}", json_rule(f"a{i}", tool.schema)]
     return "\n".join(lines)

@@ -15,7 +15,7 @@ def _parser(marker: str, tools: Sequence[Tool]) -> JsonCall:
 
 
 def _grammar(tools: Sequence[Tool], many: bool) -> str:
-    return json_calls_grammar(tools, many, "arguments", f"{OPEN}\n", f"\n{CLOSE}")
+    return json_calls_grammar(tools, many, "arguments", (f"{OPEN}\n", f"\n{CLOSE}"))
 
 
 HERMES = Dialect(

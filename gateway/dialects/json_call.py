@@ -52,6 +52,8 @@ class JsonCall:
             return Parsed([], "", "")
         if self._scanner is None:
             fragments = self._calls(self._buffer)
+            if is_cut and self._names is None and not fragments:
+                return Parsed([], "", "")  # a marker told of a call
             return Parsed(fragments, "" if fragments else self._buffer, "")
         closing = "" if is_cut else self._scanner.closing()
         return Parsed([Fragment("", closing)] if closing else [], "", "")

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from voltapile.gateway.dialects import deepseek
+from voltapile.gateway.dialects.deepseek import DEEPSEEK, DEEPSEEK_UNTOLD
 from voltapile.gateway.dialects.dialect import Dialect
+from voltapile.gateway.dialects.functionary import FUNCTIONARY
 from voltapile.gateway.dialects.gemma import FUNCTION_GEMMA, GEMMA4
 from voltapile.gateway.dialects.hermes import HERMES
 from voltapile.gateway.dialects.llama3 import LLAMA3
+from voltapile.gateway.dialects.mistral import MISTRAL, MISTRAL_LIST
 from voltapile.gateway.dialects.plain import PLAIN, UNTAUGHT, UNTOLD
 from voltapile.gateway.dialects.qwen_xml import QWEN_XML
 
@@ -24,10 +28,14 @@ class Reasoning(NamedTuple):
 
 # The first one that a template holds; the order matters where one format contains another.
 _DIALECTS = (
-    ("<function=", QWEN_XML),
+    ("<parameter=", QWEN_XML),
+    ("<function=", FUNCTIONARY),
     ("<tool_call>", HERMES),
     ("<|tool_call>", GEMMA4),
     ("<start_function_call>", FUNCTION_GEMMA),
+    ("[ARGS]", MISTRAL),
+    ("[TOOL_CALLS]", MISTRAL_LIST),
+    (deepseek.BEGIN, DEEPSEEK),
     ("<|python_tag|>", LLAMA3),
     ("<|start_header_id|>", LLAMA3),
 )
@@ -42,6 +50,8 @@ _REASONING = (
 
 def dialect_of(template: str) -> Dialect:
     if "tools" not in template:
+        if deepseek.BEGIN in template:
+            return DEEPSEEK_UNTOLD
         return UNTOLD if "tool_calls" in template else UNTAUGHT
     return next((dialect for text, dialect in _DIALECTS if text in template), PLAIN)
 

@@ -6,10 +6,13 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from voltapile.gateway.dialects.deepseek import DEEPSEEK
 from voltapile.gateway.dialects.dialect import Tool
+from voltapile.gateway.dialects.functionary import FUNCTIONARY
 from voltapile.gateway.dialects.gemma import FUNCTION_GEMMA, GEMMA4
 from voltapile.gateway.dialects.hermes import HERMES
 from voltapile.gateway.dialects.llama3 import LLAMA3
+from voltapile.gateway.dialects.mistral import MISTRAL, MISTRAL_LIST
 from voltapile.gateway.dialects.plain import PLAIN
 from voltapile.gateway.dialects.qwen_xml import QWEN_XML
 from voltapile.gateway.dialects.recognise import Reasoning
@@ -39,7 +42,27 @@ FUNCTION_CALLS = (
     "<start_function_call>call:add{n:3}<end_function_call>"
 )
 JSON_CALL = '{"name": "look", "%s": {"at": "a \\"b\\"\\n</c>"}}'
+ARGUMENTS = '{"at": "a \\"b\\"\\n</c>"}'
+MISTRAL_CALLS = f'[TOOL_CALLS]look[ARGS]{ARGUMENTS}[TOOL_CALLS]add[CALL_ID]a1[ARGS]{{"n": 3}}'
+LIST_CALLS = (
+    f'[TOOL_CALLS] [{{"name": "look", "arguments": {ARGUMENTS}, "id": "abc\'d"}}, '
+    '{"name": "add", "arguments": {"n": 3}}]'
+)
+DEEPSEEK_CALLS = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
+    f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+    '{"n": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
 CASES = {
+    "mistral": (MISTRAL, MISTRAL_CALLS, [LOOK, ADD]),
+    "mistral-list": (MISTRAL_LIST, LIST_CALLS, [LOOK, ADD]),
+    "deepseek": (DEEPSEEK, DEEPSEEK_CALLS, [LOOK, ADD]),
+    "deepseek-plain": (DEEPSEEK, JSON_CALL % "arguments", [LOOK]),
+    "functionary": (
+        FUNCTIONARY,
+        f'<function=look>{ARGUMENTS}</function>\n<function=add>{{"n": 3}}</function>',
+        [LOOK, ADD],
+    ),
     "hermes": (HERMES, HERMES_CALLS, [LOOK, ADD]),
     "xml": (QWEN_XML, XML_CALLS, [LOOK, ADD]),
     "gemma4": (GEMMA4, GEMMA_CALLS, [LOOK, ADD]),
@@ -96,7 +119,7 @@ def test_calls_come_whole_character_by_character(case):
     assert splitter.has_calls
 
 
-@pytest.mark.parametrize("dialect", [HERMES, QWEN_XML, GEMMA4, LLAMA3, PLAIN])
+@pytest.mark.parametrize("dialect", [HERMES, QWEN_XML, GEMMA4, LLAMA3, PLAIN, MISTRAL, DEEPSEEK])
 @pytest.mark.parametrize(
     "text",
     ["Hello", " a < b", "x {y} <tool", '{"name": "other", "arguments": {}}', "a\n\n", "", "\n"],
@@ -138,6 +161,14 @@ def test_reasoning_marked_in_the_middle_is_text():
 
 def test_reasoning_that_never_ends():
     assert split(Splitter(HERMES, (), THINK), ["<think>\nhm </th"])[:2] == ("", "hm </th")
+
+
+@pytest.mark.parametrize("case", ["hermes", "mistral", "mistral-list", "deepseek", "functionary"])
+def test_one_call_only(case):
+    dialect, text, expected = CASES[case]
+    splitter = Splitter(dialect, TOOLS, many=False)
+    content, _, calls, _ = split(splitter, text)
+    assert (content, loaded(calls), splitter.is_over) == ("", expected[:1], True)
 
 
 def test_calls_are_text_where_there_are_no_tools():

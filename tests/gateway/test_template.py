@@ -148,3 +148,56 @@ def test_tokens_and_the_template_for_tools_come_from_the_file() -> None:
     assert template.render(user("x"), tools=[{}]) == "1 tools"
     template = ChatTemplate.from_metadata({**metadata, "tokenizer.ggml.bos_token_id": "x"})
     assert template.render(user("x")) == "plain", "the tokeniser refuses such a file"
+
+
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
+    "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}"
+    "{{ raise_exception('turns') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (STRICT, "s:1;u:2;a:3;u:4\n\n5;"),
+        ("{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}",
+         "s:1;u:2;a:3;s:4;u:5;"),
+    ],
+)  # fmt: skip
+def test_a_system_message_that_agents_send_in_the_middle(source: str, expected: str) -> None:
+    roles = ("system", "user", "assistant", "system", "user")
+    messages = [{"role": role, "content": str(n + 1)} for n, role in enumerate(roles)]
+    assert ChatTemplate(source).render(messages) == expected
+
+
+def test_arguments_without_keys_for_a_template_that_goes_through_keys() -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{% for k, v in c.function.arguments|items %}<{{ k }}>{{ v }};{% endfor %}"
+        "{% endfor %}{% endfor %}"
+    )
+    function = {"name": "f", "arguments": "{broken"}
+    call = {"id": "1", "type": "function", "function": function}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert ChatTemplate(source).render(messages) == "<raw_arguments>{broken;"
+
+
+def test_ids_of_calls_as_mistral_wants_them() -> None:
+    source = (
+        "{{ tools }}[TOOL_CALLS][{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{% if c.id|length != 9 %}{{ raise_exception('nine') }}{% endif %}<{{ c.id }}>{% endfor %}"
+        "{{ m.tool_call_id }}{% endfor %}"
+    )
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "toolu_0123456789", "type": "function", "function": function}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": call["id"]},
+    ]
+    shown = ChatTemplate(source).render(messages).partition("<")[2]
+    first, _, second = shown.partition(">")
+    assert first == second
+    assert len(first) == 9

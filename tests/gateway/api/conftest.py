@@ -132,18 +132,28 @@ def byte_characters() -> list[str]:
     return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
+def tokenizer_of(*control: str) -> Tokenizer:
+    """The bytes, and from id 256 on these control tokens; the second one ends answers."""
     return Tokenizer.from_metadata(
         {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "gpt-2",
-            "tokenizer.ggml.tokens": [*byte_characters(), "<|im_start|>", "<|im_end|>"],
-            "tokenizer.ggml.token_type": [1] * 256 + [3, 3],
+            "tokenizer.ggml.tokens": [*byte_characters(), *control],
+            "tokenizer.ggml.token_type": [1] * 256 + [3] * len(control),
             "tokenizer.ggml.merges": [],
             "tokenizer.ggml.eos_token_id": END,
         }
     )
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return tokenizer_of("<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., Tokenizer]:
+    return tokenizer_of
 
 
 @pytest.fixture(scope="session")

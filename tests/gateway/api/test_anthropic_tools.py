@@ -1,5 +1,8 @@
 """Tools and thinking as Anthropic's own client sees them."""
 
+import itertools
+import json
+
 import anthropic
 import pytest
 from voltapile.gateway.request import Chunk
@@ -72,9 +75,42 @@ async def test_thinking(api, engine, answer):
     message = await answer(api, thinking=THINKING)
     thinking, text = message.content
     assert (thinking.type, thinking.thinking) == ("thinking", "hm")
+    assert len(thinking.signature) > 40, "clients drop thoughts without one"
     assert text.text == "Yes"
     assert message.stop_reason == "end_turn"
     assert prompt(engine).endswith("<think>\n")
+
+
+@pytest.mark.parametrize("answer", [streamed, whole])
+async def test_what_comes_at_once_stays_apart(api, engine, answer):
+    """The end of a call, words and another call in one chunk: each in a block of its own."""
+    first, second = CALL.split('"é"')
+    engine.script = [
+        Chunk([*f"A{first}".encode()]),
+        Chunk([*f'"é"{second}\nB{CALL}'.encode()]),
+        Chunk([257], finish="stop"),
+    ]
+    message = await answer(api, tools=[TOOL])
+    blocks = message.content
+    calls = [block.input for block in blocks if block.type == "tool_use"]
+    assert calls == [{"at": "é"}] * 2
+    assert "".join(block.text for block in blocks if block.type == "text") == "AB"
+
+
+async def test_the_order_of_events(serve, engine):
+    client = await serve()
+    engine.say(f"hm\n</think>\n\nYes{CALL}")
+    body = ASKED | {"tools": [TOOL], "thinking": THINKING, "stream": True}
+    async with client.post("/v1/messages", json=body) as response:
+        events = [json.loads(line[6:]) async for line in response.content if line[:5] == b"data:"]
+    kinds = [event.get("delta", event).get("type", event["type"]) for event in events]
+    runs = [kind for kind, _ in itertools.groupby(kinds)]
+    blocks = (("thinking_delta", "signature_delta"), ("text_delta",), ("input_json_delta",))
+    inside = [("content_block_start", *deltas, "content_block_stop") for deltas in blocks]
+    expected = ["message_start", *itertools.chain(*inside), "message_delta", "message_stop"]
+    assert runs == expected
+    indexes = [event["index"] for event in events if "index" in event]
+    assert indexes == sorted(indexes)
 
 
 async def test_no_thinking_where_it_is_not_asked_for(api, engine):

@@ -69,6 +69,26 @@ async def test_streamed_calls_join_to_json(events, engine):
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+async def test_several_choices_with_calls_and_log_probabilities(events, engine):
+    """Each choice counts its own calls, and has an entry for each token of its text."""
+    engine.say(CALL)
+    row = [(1, -9.0)]
+    for chunk in engine.script:
+        chunk.logprobs = [[(token, -0.5), *row] for token in chunk.tokens]
+    given = {"n": 2, "logprobs": True, "top_logprobs": 1, "parallel_tool_calls": True}
+    *chunks, _ = await events(PATH, BODY | given)
+    for index in range(2):
+        choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        parts = [part for c in choices for part in c["delta"].get("tool_calls", ())]
+        assert {part["index"] for part in parts} == {0}
+        assert [part["id"] for part in parts if "id" in part] == [parts[0]["id"]]
+        joined = "".join(part["function"]["arguments"] for part in parts)
+        assert json.loads(joined) == {"at": "é"}
+        entries = [e for c in choices for e in (c.get("logprobs") or {"content": []})["content"]]
+        assert bytes(byte for e in entries for byte in e["bytes"]) == CALL.encode()
+        assert choices[-1]["finish_reason"] == "tool_calls"
+
+
 async def test_one_call_only(post, engine):
     engine.say(f"{CALL}\n{CALL} and more")
     _, body = await post(PATH, BODY | {"parallel_tool_calls": False})
@@ -76,6 +96,14 @@ async def test_one_call_only(post, engine):
     assert len(choice["message"]["tool_calls"]) == 1
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
     assert engine.streams[0].cancelled.is_set()
+
+
+@pytest.mark.parametrize("head", ['{"name": "lo', '{"na', ""])
+async def test_a_call_that_is_cut_before_its_name_shows_nothing(post, engine, head):
+    engine.say(f"<tool_call>\n{head}", finish="length")
+    _, body = await post(PATH, BODY)
+    [choice] = body["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
 
 async def test_no_tools_are_shown_where_none_may_be_called(post, engine):
