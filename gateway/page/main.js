@@ -8,6 +8,7 @@ import { StatusView } from "./status.js";
 import { onOtherTab } from "./store.js";
 
 const LOADING_MILLISECONDS = 1000; // between two questions while the model is loading
+const THEME = "voltapile.theme"; // theme.js reads it, too
 const HEALTH_MILLISECONDS = 10_000;
 
 const chat = new Chat(chatSaved);
@@ -81,10 +82,10 @@ function showMenu(isOpen) {
 
 function makeThemes() {
   const select = byId("theme");
-  select.value = recall(localStorage, "theme");
+  select.value = recall(localStorage, THEME);
   select.addEventListener("change", () => {
     document.documentElement.dataset.theme = select.value;
-    remember(localStorage, "theme", select.value);
+    remember(localStorage, THEME, select.value);
   });
 }
 

@@ -2,7 +2,7 @@
 // It knows no element of the page.
 import { recall, remember } from "./dom.js";
 
-const KEY = "key";
+const KEY = "voltapile.key";
 
 /** What went wrong, as people read it. status 0: there was no answer at all. */
 export class Failure extends Error {

@@ -3,7 +3,7 @@
 import { byId, el, recall, remember } from "./dom.js";
 import { givenKey, keepKey } from "./server.js";
 
-const KEY = "settings";
+const KEY = "voltapile.settings";
 const FIELDS = [
   ["temperature", "Temperature", { min: 0, max: 100, step: "any" }],
   ["top_k", "Top k", { min: -1, step: 1 }],
@@ -50,8 +50,8 @@ export function makeSettings(changed) {
   byId("fields").append(...inputs);
   byId("open-settings").addEventListener("click", () => openSettings());
   byId("reset").addEventListener("click", () => fill(form, { key: form.elements.key.value }));
+  byId("cancel").addEventListener("click", () => dialog.close());
   form.addEventListener("submit", (event) => {
-    if (event.submitter?.value === "cancel") return;
     const given = Object.fromEntries(new FormData(form));
     const wrong = complaint(given.extra);
     byId("settings-error").textContent = wrong;

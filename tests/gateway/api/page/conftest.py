@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import pytest_asyncio
+from voltapile.gateway.template import ChatTemplate
+from voltapile.topology.plan import Plan
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 OPTIONS = (
@@ -29,6 +32,27 @@ OPTIONS = (
 )  # fmt: skip
 SECONDS = 10.0  # that anything in a page may take
 KEYS = {"Enter": "\r", "Escape": "", "Tab": "", " ": " "}
+
+
+# Tools and reasoning as Qwen's; the messages so that a test can read them.
+TEMPLATE = (
+    "{% if tools %}<tool_call></tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n"
+    "{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def template() -> Iterator[ChatTemplate]:
+    made = ChatTemplate(TEMPLATE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def plan(plan: Plan) -> Plan:
+    return msgspec.structs.replace(plan, context=4096)
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +123,8 @@ class Tab:
     async def close(self) -> None:
         self.session = ""
         await self.send("Target.disposeBrowserContext", browserContextId=self.context)
-        self._reader.cancel()
+        await self._socket.close()
+        await self._reader
 
     async def js(self, expression: str) -> Any:
         """The value of an expression, or of its promise."""
@@ -108,18 +133,20 @@ class Tab:
         assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
         return answer["result"].get("value")
 
-    async def until(self, expression: str) -> Any:
-        """The first value that is true."""
+    async def until(self, expression: str) -> None:
+        """Waits for a value that counts as true in JavaScript."""
         deadline = time.monotonic() + SECONDS
-        while not (value := await self.js(expression)):
+        while not await self.js(f"!!({expression})"):
             if time.monotonic() > deadline:
                 shown = await self.js("document.body.innerText")
                 pytest.fail(f"never true: {expression}\n{shown}\n{self.problems}")
             await asyncio.sleep(0.02)
-        return value
 
     async def text(self, selector: str) -> str:
-        return str(await self.js(f"document.querySelector({json.dumps(selector)}).innerText"))
+        """As it is seen, once it has been drawn."""
+        drawn = "new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
+        found = f"document.querySelector({json.dumps(selector)}).innerText"
+        return str(await self.js(f"{drawn}.then(() => {found})"))
 
     async def click(self, selector: str) -> None:
         await self.js(f"document.querySelector({json.dumps(selector)}).click()")
