@@ -17,6 +17,7 @@ _KEYWORDS = (
     ("regex parse error", "pattern"),
     ("regex", "pattern"),
     ("Pointer", "$ref"),
+    ("Resource", "$ref"),
     ("ref", "$ref"),
     ("Invalid type", "type"),
     ("format", "format"),
@@ -41,6 +42,8 @@ def explained(message: str) -> str:
     if text.startswith("Unimplemented keys: "):
         keys = json.loads(text.removeprefix("Unimplemented keys: "))
         return f"the keyword '{keys[0]}' is not supported"
+    if "NoExtensionBias" in text:
+        return "no answer that it allows has an end"
     if "recursion limit" in text:
         return "it is nested too deeply"
     keyword = next((name for part, name in _KEYWORDS if part in text), "")

@@ -45,6 +45,20 @@ _BY_ID = {"type": "object", "additionalProperties": _BIAS}
 Bias = Annotated[Any, _one_of(_BY_ID, {"type": "array", "items": _PAIR}, _NULL)]
 
 
+Penalised = Annotated[float, Meta(gt=0, le=100)] | None
+Some = Annotated[str, Meta(min_length=1)] | None
+Thought = Annotated[int, Meta(ge=-1, description="Tokens of reasoning; -1: any number.")] | None
+
+
+class StructuredOutputs(Struct):
+    """vLLM's; only one of them may be given."""
+
+    json: str | dict[str, Any] | None = None
+    regex: Some = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: Some = None
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -67,9 +81,16 @@ class Sampled(Struct, kw_only=True):
 class Generating(Sampled, kw_only=True):
     """What OpenAI's routes and llama-server's own take."""
 
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="only as n")] | None = None
+    stream_options: StreamOptions | None = None
     n_predict: Limit | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    stop_sequences: list[Stop] | None = None
+    repeat_penalty: Penalised = None
+    repetition_penalty: Penalised = None
     repeat_last_n: Annotated[int, Meta(ge=-1, description="-1: all tokens")] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -80,16 +101,22 @@ class Generating(Sampled, kw_only=True):
     grammar: Annotated[str, Meta(description="GBNF, or llguidance's Lark")] | None = None
     json_schema: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    reasoning_budget: Annotated[int, Meta(ge=-1)] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: Some = None
+    guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    guided_grammar: Some = None
+    structured_outputs: StructuredOutputs | None = None
+    reasoning_budget: Thought = None
+    thinking_budget_tokens: Thought = None
+    thinking_token_budget: Thought = None
 
 
 class OpenAi(Generating, kw_only=True):
-    """What both of OpenAI's generating routes take."""
+    """What both of OpenAI's generating routes take, and what changes nothing there."""
 
-    max_tokens: Limit | None = None
-    max_completion_tokens: Limit | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    stream_options: StreamOptions | None = None
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
 
 
 class TextPart(Struct):
@@ -114,7 +141,7 @@ class ChatBody(OpenAi, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    reasoning_format: Literal["auto", "deepseek", "deepseek-legacy", "none"] | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -157,6 +184,7 @@ class MessagesBody(Sampled, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeBody(Struct):

@@ -14,10 +14,10 @@ from voltapile.gateway.api.errors import ApiError, bad_request
 
 
 class Fields:
-    """One JSON object."""
+    """One JSON object. prefix: how errors name the one that holds it, e.g. "stream_options."."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
+        self.values, self._prefix = values, prefix
 
     @classmethod
     def parse(cls, body: bytes) -> Fields:
@@ -34,7 +34,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise _wrong(name, "true or false", value)
+            raise self._wrong(name, "true or false", value)
         return value
 
     def number(
@@ -45,11 +45,12 @@ class Fields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _wrong(name, "a number", value)
+            raise self._wrong(name, "a number", value)
         if not low <= value <= high or (above_low and value == low):
             bound = f"above {low:g}" if above_low else f"at least {low:g}"
+            path = self._prefix + name
             raise bad_request(
-                f"'{name}' must be {bound} and at most {high:g}, not {value}", name, "out_of_range"
+                f"'{path}' must be {bound} and at most {high:g}, not {value}", path, "out_of_range"
             )
         return float(value)
 
@@ -61,30 +62,35 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise _wrong(name, "a whole number", value)
+            raise self._wrong(name, "a whole number", value)
         return value
 
     def text(self, name: str) -> str | None:
         value = self.values.get(name)
         if value is not None and not isinstance(value, str):
-            raise _wrong(name, "a string", value)
+            raise self._wrong(name, "a string", value)
         return value
 
     def object(self, name: str) -> Fields:
         """A nested object; an empty one where it is absent."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
-            raise _wrong(name, "an object", value)
-        return Fields(value or {})
+            raise self._wrong(name, "an object", value)
+        return Fields(value or {}, f"{self._prefix}{name}.")
 
     def list(self, name: str) -> list[Any]:
         """A list that must be there; its items are the caller's to check."""
         value = self.values.get(name)
         if value is None:
-            raise bad_request(f"'{name}' is missing", name, "missing_required_parameter")
+            path = self._prefix + name
+            raise bad_request(f"'{path}' is missing", path, "missing_required_parameter")
         if not isinstance(value, list):
-            raise _wrong(name, "a list", value)
+            raise self._wrong(name, "a list", value)
         return value
+
+    def _wrong(self, name: str, wanted: str, value: Any) -> ApiError:
+        path = self._prefix + name
+        return bad_request(f"'{path}' must be {wanted}, not {kind(value)}", path, "invalid_type")
 
 
 def kind(value: Any) -> str:
@@ -93,7 +99,3 @@ def kind(value: Any) -> str:
         return "null"
     names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value), "a number")
-
-
-def _wrong(name: str, wanted: str, value: Any) -> ApiError:
-    return bad_request(f"'{name}' must be {wanted}, not {kind(value)}", name, "invalid_type")

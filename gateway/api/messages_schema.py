@@ -37,6 +37,7 @@ def messages_request(body: bytes, vocab_size: int) -> MessagesRequest:
     thinks = _thinks(thinking)
     taken = {name: fields.values[name] for name in TAKEN if name in fields.values} | _form(fields)
     if thinks:
+        thinking.number("budget_tokens", -1, -1, 2**31)  # or the error has another name
         taken["reasoning_budget"] = thinking.integer("budget_tokens")
     options = read_options(
         Fields(taken), default_tokens=UNLIMITED, logprobs=-1, vocab_size=vocab_size

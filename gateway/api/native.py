@@ -38,7 +38,7 @@ async def completion(request: web.Request) -> web.StreamResponse:
             return await _streamed(request, services, shape, generations)
         outcomes = await asyncio.gather(*(generation.whole() for generation in generations))
         answers = [shape.whole(outcome) for outcome in outcomes]
-        return json_response(answers if asked.is_list else answers[0])
+        return json_response(answers if asked.is_list or len(answers) > 1 else answers[0])
     finally:
         for generation in generations:
             generation.close()

@@ -48,6 +48,7 @@ class CompletionRequest:
 
 def chat_request(body: bytes, vocab_size: int) -> ChatRequest:
     fields = Fields.parse(body)
+    _check_ignored(fields)
     options = read_options(
         fields,
         default_tokens=UNLIMITED,
@@ -69,6 +70,7 @@ def chat_request(body: bytes, vocab_size: int) -> ChatRequest:
 
 def completion_request(body: bytes, vocab_size: int) -> CompletionRequest:
     fields = Fields.parse(body)
+    _check_ignored(fields)
     echo = fields.flag("echo")
     options = read_options(
         fields,
@@ -82,6 +84,13 @@ def completion_request(body: bytes, vocab_size: int) -> CompletionRequest:
         message = f"{len(prompts)} prompts, {options.n} times each; at most {MAX_PROMPTS} at once"
         raise bad_request(message, "n", "out_of_range")
     return CompletionRequest(prompts=prompts, echo=echo, options=options, body_bytes=len(body))
+
+
+def _check_ignored(fields: Fields) -> None:
+    """What changes nothing here, and still has a type."""
+    fields.text("user")
+    fields.flag("store")
+    fields.object("metadata")
 
 
 def token_ids(value: list[Any], param: str, vocab_size: int) -> list[int]:

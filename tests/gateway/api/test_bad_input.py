@@ -71,6 +71,16 @@ REFUSED = [
     ("an empty one of them", COMPLETION, completion(b', "stop": ["a", ""]'), "stop",
      "out_of_range"),
     ("an empty prompt", COMPLETION, completion(prompt=b'""'), "prompt", None),
+    ("user 5", CHAT, chat(extra=b', "user": 5'), "user", "invalid_type"),
+    ("store yes", CHAT, chat(extra=b', "store": "yes"'), "store", "invalid_type"),
+    ("metadata []", COMPLETION, completion(b', "metadata": []'), "metadata", "invalid_type"),
+    ("nested", CHAT, chat(extra=b', "stream_options": {"include_usage": 1}'),
+     "stream_options.include_usage", "invalid_type"),
+    ("an image", CHAT, chat(b'[{"type": "image_url", "image_url": {"url": "data:"}}]'),
+     "messages[0].content[0]", "unsupported_content"),
+    ("a file", CHAT, chat(b'[{"type": "text", "text": "a"}, {"type": "file", "file": {}}]'),
+     "messages[0].content[1]", "unsupported_content"),
+    ("null content", CHAT, chat(b"null"), "messages[0].content", "missing_required_parameter"),
     ("no messages", CHAT, messages(0), "messages", None),
 ]  # fmt: skip
 
@@ -85,6 +95,13 @@ TAKEN = [
     ("a huge seed", COMPLETION, completion(b', "seed": %d' % 10**40), 2, 16),
     ("no stop", COMPLETION, completion(b', "stop": []'), 2, 16),
     ("unknown and deep", COMPLETION, completion(b', "x": ' + deep(900)), 2, 16),
+    (
+        "user, store, metadata",
+        COMPLETION,
+        completion(b', "user": "u", "store": true, "metadata": {"a": "b"}'),
+        2,
+        16,
+    ),
     ("empty content", CHAT, chat(b'""'), OVERHEAD, CONTEXT - OVERHEAD),
 ]
 

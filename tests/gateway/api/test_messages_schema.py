@@ -128,7 +128,7 @@ CALL = {"type": "tool_use", "id": "t", "name": "ls", "input": "{}"}
         ({"system": [IMAGE]}, "system[0]"),
         ({"thinking": {"type": "yes"}}, "thinking.type"),
         ({"thinking": 5}, "thinking"),
-        ({"thinking": {"type": "enabled", "budget_tokens": -2}}, "reasoning_budget"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -2}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
         ({"temperature": "warm"}, "temperature"),

@@ -144,3 +144,9 @@ async def test_only_what_was_asked_for(post):
 async def test_bad_bodies(post, fields, param):
     status, body = await post("/completion", {"prompt": "hi", **fields})
     assert (status, body["error"]["param"]) == (400, param), body
+
+
+async def test_several_answers_of_one_prompt_are_a_list(post):
+    status, body = await post("/completion", {"prompt": "hi", "n": 2})
+    assert status == 200
+    assert [(each["index"], each["content"]) for each in body] == [(0, "Hello"), (1, "Hello")]

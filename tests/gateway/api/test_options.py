@@ -102,7 +102,7 @@ def test_defaults_are_openais():
 )
 def test_bad_values_are_refused(field, value):
     error = refused(chat, **{field: value})
-    assert error.param in (field, "include_usage", "continuous_usage_stats")
+    assert error.param.partition(".")[0] == field
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)

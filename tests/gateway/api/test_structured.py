@@ -183,6 +183,13 @@ async def test_other_forms(post, given, texts):
         assert (choice.get("text") or choice["message"]["content"]) in texts
 
 
+async def test_an_enum_of_thousands_is_compiled_in_time(post):
+    schema = {"enum": [f"value {n}" for n in range(2000)]}
+    status, body = await asyncio.wait_for(post(BODY | {"json_schema": schema}), 20)
+    assert status == 200
+    assert json.loads(body["choices"][0]["message"]["content"]) in schema["enum"]
+
+
 async def test_free_and_bound_answers_at_once(post):
     free = BODY | {"max_tokens": 40}
     answers = await asyncio.gather(*(post(b) for b in (free, BODY | {"json_schema": SCHEMA}, free)))
@@ -215,6 +222,29 @@ async def test_reasoning_before_a_bound_answer_is_free(post):
     assert choice["finish_reason"] == "stop"
     json.loads(choice["message"]["content"])
     assert 12 <= body["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 24
+
+
+async def test_reasoning_before_a_forced_call_is_free(post):
+    given = {"tools": TOOLS, "tool_choice": "required", "enable_thinking": True,
+             "reasoning_budget": 9, "parallel_tool_calls": False}  # fmt: skip
+    status, body = await post(BODY | given)
+    assert status == 200
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    [call] = choice["message"]["tool_calls"]
+    assert 0 <= json.loads(call["function"]["arguments"])["n"] <= 99
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] >= 9
+
+
+@pytest.mark.parametrize(
+    ("given", "finish"), [({"max_tokens": 5}, "length"), ({"stop": ['"a"']}, "stop")]
+)
+async def test_a_bound_answer_may_be_cut_and_stopped(post, given, finish):
+    _, body = await post(BODY | {"response_format": schema_format(SCHEMA)} | given)
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == finish
+    assert choice["message"]["content"].lstrip()[:1] in ("", "{")
+    assert '"a"' not in choice["message"]["content"] or finish == "length"
 
 
 @pytest.mark.parametrize("budget", [1, 2, 7])
@@ -250,6 +280,9 @@ LOOP = {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}
         ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
         ({"response_format": "json"}, "response_format", "object"),
         ({"grammar": "root ::= ("}, "grammar", ""),
+        ({"grammar": 'root ::= root "a"'}, "grammar", "has an end"),
+        ({"json_schema": {"$ref": "https://example.com/x.json"}}, "json_schema", "'$ref'"),
+        ({"json_schema": {"$ref": "#/$defs/none"}}, "json_schema", "'$ref'"),
         ({"grammar": 3}, "grammar", "string"),
         ({"guided_choice": [1]}, "guided_choice", "strings"),
         ({"guided_regex": "(a"}, "guided_regex", ""),
