@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.cuda import gemm, stream, wide
+from voltapile.kernels.cuda import clusters, gemm, stream, wide
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 
@@ -52,7 +52,8 @@ ROWS = {
 }
 ROWS |= {(*pair, 0, 1, 0): _instance(*pair, 0, 1, 0) for pair in sorted(SINGLE)}
 ROWS |= {(each, each, 0, TILES, 1): _instance(each, each, 0, TILES, 1) for each in LOOPING}
-INSTANCES = [*ROWS.values(), *stream.INSTANCES, *wide.INSTANCES, *gemm.INSTANCES]
+INSTANCES = [*ROWS.values(), *stream.INSTANCES, *wide.INSTANCES, *clusters.INSTANCES]
+INSTANCES += gemm.INSTANCES
 
 
 @dataclass(frozen=True)
@@ -224,8 +225,9 @@ def _launch(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: i
     tokens, columns = x.shape
     pair = _pair_of({product.weight.type_name for product in products})
     assert pair is not None, products
-    if _stream(ops, x, products, epilogue, pair) or _wide(ops, x, products, epilogue, pair):
-        return
+    for way in (_stream, _clusters, _wide):
+        if way(ops, x, products, epilogue, pair):
+            return
     chunks = [CHUNKS[name] for name in pair]
     room = room_for(tokens, chunks, ops.arch)
     others = _others(products, pair)
@@ -320,6 +322,26 @@ def _stream(
             x.ptr,
             *map(np.int32, numbers),
         ),
+        shared=deal.shared,
+    )
+    return True
+
+
+def _clusters(
+    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, pair: tuple[str, str]
+) -> bool:
+    """Whether it was a product for matmul_cluster.cu; then it is launched."""
+    tokens, columns = x.shape
+    others = _others(products, pair)
+    shape = _shape_of(ops, x, products, epilogue, others)
+    deal = clusters.deal(pair, *shape) if ops.arch >= clusters.ARCH else None
+    if deal is None:
+        return False
+    numbers = columns, tokens, deal.room, epilogue, others, deal.first_other, deal.depth, deal.boxes
+    ops.kernel(clusters.CLUSTER[pair, deal.passes])(
+        (deal.clusters * clusters.CLASSES, -(-tokens // deal.room)),
+        32 * clusters.CREW,
+        (*_matrix_args(products), x.ptr, *map(np.int32, numbers)),
         shared=deal.shared,
     )
     return True

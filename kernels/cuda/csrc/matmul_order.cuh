@@ -1,8 +1,8 @@
 // Tokens for chunks of 256 columns that are multiplied as their bytes lie (matmul_block.cuh): the
 // order of columns that each format makes, and what shared memory keeps of a token.
 //
-// Tokens come in PASSES times eight at most; -D MANY: 0 for one pass, 1 for as many as suit, 2 for
-// two.
+// Tokens come in PASSES times eight at most; -D MANY: 0 for one pass, 1 for as many as suit, 2 or 4
+// for so many.
 #pragma once
 #include "formats/registry.h"
 #include "matmul_tokens.cuh"
@@ -10,8 +10,8 @@
 namespace voltapile {
 
 constexpr bool IS_ASYNC = VP_ARCH >= 800;
-// Passes without a token are left out, at the price of branches, but with MANY 2.
-constexpr bool LEAVES_OUT = MANY != 2;
+// Passes without a token are left out, at the price of branches, but with MANY 2 or 4.
+constexpr bool LEAVES_OUT = MANY < 2;
 constexpr int PASSES = !MANY ? 1 : MANY == 2 || !IS_ASYNC ? 2 : 4;
 
 __device__ __forceinline__ Unit unit_at(const Unit* at) {

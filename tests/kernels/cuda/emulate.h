@@ -23,6 +23,7 @@
 #define __shared__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 
 struct float2 { float x, y; };
@@ -57,7 +58,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   return out;
 }
 
-constexpr int SHARED_BYTES = 256 << 10, FENCE = 4096;
+constexpr int SHARED_BYTES = 1024 << 10, FENCE = 4096;
 alignas(128) inline std::uint8_t shared[SHARED_BYTES + FENCE];
 
 namespace emulation {
@@ -84,7 +85,7 @@ struct Warp {
 inline ucontext_t scheduler;
 inline std::vector<Fibre> fibres;
 inline std::vector<Warp> warps;
-inline Barrier block_barrier;
+inline std::vector<Barrier> block_barriers;  // of blocks that run together
 inline int current;
 inline std::function<void()> body;
 
@@ -105,10 +106,12 @@ inline void start() {
   body();
   fibres[current].is_done = true;
 }
-inline void run_block(int threads) {
+// Blocks that are there together: a cluster of them, or one.
+inline void run_blocks(int first, int together) {
+  const int threads = together * blockDim.x;
   if (fibres.size() < static_cast<std::size_t>(threads)) fibres.resize(threads);
   warps.assign(threads / 32, {});
-  block_barrier = {};
+  block_barriers.assign(together, {});
   for (int i = 0; i < threads; ++i) {
     Fibre& fibre = fibres[i];
     fibre.stack.resize(256 << 10);
@@ -127,7 +130,8 @@ inline void run_block(int threads) {
       if (fibres[i].is_done) continue;
       is_running = true;
       current = i;
-      threadIdx = {static_cast<unsigned>(i), 0, 0};
+      threadIdx = {i % blockDim.x, 0, 0};
+      blockIdx.x = first + i / blockDim.x;
       swapcontext(&scheduler, &fibres[i].context);
     }
   }
@@ -152,10 +156,12 @@ inline float half_of(const unsigned* registers, int k) {
 }  // namespace emulation
 
 inline void __syncwarp() { emulation::meet(emulation::warp().barrier, 32); }
-inline void __syncthreads() { emulation::meet(emulation::block_barrier, blockDim.x); }
+inline void __syncthreads() {
+  emulation::meet(emulation::block_barriers[emulation::current / blockDim.x], blockDim.x);
+}
 inline void team_barrier(int id, int threads) {
-  static emulation::Barrier barriers[16];
-  emulation::meet(barriers[id], threads);
+  static emulation::Barrier barriers[64][16];
+  emulation::meet(barriers[emulation::current / blockDim.x][id], threads);
 }
 template <class T>
 T __shfl_sync(unsigned, T value, int from) {
@@ -320,18 +326,26 @@ void call(void (*kernel)(P...), void** args, std::index_sequence<I...>) {
   kernel(*static_cast<std::decay_t<P>*>(args[I])...);
 }
 
-// Returns 0; 1 if the kernel wrote behind its shared memory.
+// Of each block of a cluster; behind the first one's lies the second one's.
+inline int block_bytes;
+
+// together: blocks of a cluster, 1 for none, 0 for all of the grid. Returns 0; 1 if the kernel wrote behind its shared
+// memory.
 template <class... P>
 int launch(void (*kernel)(P...), int grid_x, int grid_y, int threads, int shared_bytes,
-           void** args) {
+           void** args, int together) {
+  together = together > 0 ? together : grid_x;
+  block_bytes = (shared_bytes + 127) / 128 * 128;
+  shared_bytes = together > 1 ? together * block_bytes : shared_bytes;
+  if (shared_bytes > SHARED_BYTES) return 1;
   blockDim = {static_cast<unsigned>(threads), 1, 1};
   gridDim = {static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), 1};
   body = [&] { call(kernel, args, std::index_sequence_for<P...>()); };
   for (int y = 0; y < grid_y; ++y)
-    for (int x = 0; x < grid_x; ++x) {
+    for (int x = 0; x < grid_x; x += together) {
       std::memset(shared, 0xff, sizeof shared);
-      blockIdx = {static_cast<unsigned>(x), static_cast<unsigned>(y), 0};
-      run_block(threads);
+      blockIdx.y = y;
+      run_blocks(x, together);
       for (int i = shared_bytes; i < shared_bytes + FENCE && i < SHARED_BYTES + FENCE; ++i)
         if (shared[i] != 0xff) return 1;
     }

@@ -23,6 +23,8 @@ from voltapile.shm.formats import row_bytes
 
 HEADER = Path(__file__).with_name("emulate.h")
 MORE = Path(__file__).with_name("emulate_attention.h")  # for what needs more than products
+CLUSTER = Path(__file__).with_name("emulate_cluster.h")
+GATE = Path(__file__).with_name("emulate_gate.h")
 FLAGS = ("-std=c++20", "-O2", "-g0", "-w", "-shared", "-fPIC", "-ffp-contract=off")
 SLACK = 256  # bytes behind a matrix that kernels may read
 
@@ -58,6 +60,9 @@ class EmulatedOps:
             assert status == 0, f"{instance.name} wrote behind its shared memory"
 
         return call
+
+    def defer(self, product: object) -> bool:
+        return False
 
     def scratch(self, shape: Sequence[int], dtype: Any = np.float32) -> DeviceArray:
         array = self.array(np.full(shape, 7, dtype))
@@ -101,14 +106,18 @@ class EmulatedOps:
     def _library(self, instance: Instance) -> ctypes.CDLL:
         text = re.sub(r"(?<!extern )__shared__", "static", source_of(instance.file))
         headers = [HEADER, MORE] if "__ldcg" in text else [HEADER]
+        together = dict(instance.defines).get("SPLIT", "0" if "gate_read" in text else "1")
+        headers += {"0": [GATE], "1": []}.get(together, [CLUSTER])
         included = "".join(f'#include "{each}"\n' for each in headers)
         source = f"{included}{text}\n" + (
             'extern "C" int launch(int x, int y, int threads, int shared, void** args) {\n'
-            f"  return emulation::launch({instance.function}, x, y, threads, shared, args);\n}}\n"
+            f"  return emulation::launch({instance.function}, x, y, threads, shared, args, "
+            f"{together});\n}}\n"
         )
         defines = [f"-D{key}={value}" for key, value in instance.defines]
         defines.append(f"-DVP_ARCH={10 * self.arch}")
-        key = hashlib.sha256((source + HEADER.read_text() + str(defines)).encode()).hexdigest()[:24]
+        known = "".join(each.read_text() for each in headers)
+        key = hashlib.sha256((source + known + str(defines)).encode()).hexdigest()[:24]
         path = self._folder / f"{key}.so"
         if not path.exists():
             file = self._folder / f"{key}.cpp"

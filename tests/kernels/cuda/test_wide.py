@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import matmul, stream, wide
+from voltapile.kernels.cuda import clusters, matmul, stream, wide
 
 from ..test_matmul import activations, random_raw, values_of
 from .emulation import has_compiler
@@ -18,8 +18,9 @@ pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 
 @pytest.fixture(autouse=True)
 def _clean_deals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows, too, for what else is streamed."""
+    """Two rows, too, for what else is streamed; many, for what else clusters take."""
     monkeypatch.setattr(stream, "TOKENS", 1)
+    monkeypatch.setattr(clusters, "ARCH", 1000)
     stream.deal.cache_clear()
     wide.deal.cache_clear()
 

@@ -1,0 +1,115 @@
+"""How the product of many generated rows is dealt out from sm_90 on: csrc/matmul_cluster.cu.
+
+Which formats and shapes it takes, how many clusters there are, and what a block of one holds in
+shared memory. Nothing here changes bits. Knows sizes; launches nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from voltapile.kernels.cuda import stream
+from voltapile.kernels.cuda.chunks import CHUNKS, Chunk
+from voltapile.kernels.cuda.launch import Instance
+
+ARCH = 90  # from which on
+FROM, ROOM = 9, 32  # rows; those of a turn
+CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_rows.cu
+CREW = 16
+DEPTH = 3  # most chunks of a warp that are on their way at once
+FORMATS = stream.FORMATS
+PASSES = {1: 0, 2: 2, 4: 4}  # times eight tokens, as MANY
+
+
+def _instance(pair: tuple[str, str], passes: int) -> Instance:
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "SPLIT": CLASSES, "CREW": CREW}
+    defines |= {"MANY": PASSES[passes], "WARPS": CLASSES, "TILES": 1}
+    named = tuple((key, str(value)) for key, value in defines.items())
+    return Instance("matmul_cluster.cu", "matmul_cluster", named, is_exact=True, waits=True)
+
+
+def instances() -> dict[tuple[tuple[str, str], int], Instance]:
+    """By formats, and by times eight tokens."""
+    pairs = [*((name, name) for name in FORMATS), *stream.MIXED]
+    return {(pair, passes): _instance(pair, passes) for pair in pairs for passes in PASSES}
+
+
+CLUSTER = instances()
+INSTANCES = list(CLUSTER.values())
+
+
+@dataclass(frozen=True)
+class Deal:
+    """clusters: of a turn of `room` tokens; those from first_other on take the other format.
+    depth: of rings. boxes: for sums that arrive."""
+
+    clusters: int
+    room: int
+    passes: int
+    first_other: int
+    depth: int
+    boxes: int
+    shared: int
+
+
+@functools.lru_cache(maxsize=1024)
+def deal(
+    pair: tuple[str, str],
+    columns: int,
+    tokens: int,
+    rows: tuple[int, ...],
+    other_rows: tuple[int, ...],
+    is_glu: bool,
+    multiprocessors: int,
+    most_shared: int,
+) -> Deal | None:
+    """rows, other_rows: of the matrices of the first and of the other format. None if it is not
+    this kernel's; then another's, with the same bits."""
+    if (
+        (pair, 1) not in CLUSTER
+        or tokens < FROM
+        or columns % 256
+        or min(rows + other_rows) < stream.ROWS
+    ):
+        return None
+    parts = [CHUNKS[name] for name in (pair if other_rows else pair[:1])]
+    for turns in range(-(-tokens // ROOM), tokens + 1):
+        room = -(-tokens // turns)
+        passes = next(each for each in PASSES if 8 * each >= room)
+        for boxes, depth in ((2, 3), (2, 2), (1, 2), (2, 1), (1, 1)):
+            shared = max(_shared_bytes(part, columns, room, passes, depth, boxes) for part in parts)
+            if depth <= DEPTH and shared <= most_shared:
+                units, others = stream.units(rows[:1] if is_glu else rows), stream.units(other_rows)
+                clusters = max(2, _clusters(multiprocessors) // turns)
+                first = stream.first_other(pair, clusters, units, others)
+                return Deal(clusters, room, passes, first, depth, boxes, shared)
+    return None
+
+
+def _clusters(multiprocessors: int) -> int:
+    """That are there at once: multiprocessors come in groups, of which each has some to spare."""
+    return 15 * multiprocessors // 132 if multiprocessors >= 32 else multiprocessors // CLASSES
+
+
+def _shared_bytes(
+    chunk: Chunk, columns: int, room: int, passes: int, depth: int, boxes: int
+) -> int:
+    slots = -(-columns // (256 * CLASSES))
+    box = 512 * CREW * passes
+    ring = depth * _place_bytes(chunk) + chunk.scale_bytes
+    bells = 2 * CREW * 8
+    return bells + _table_bytes(chunk) + boxes * box + CREW * ring + slots * chunk.slot_bytes(room)
+
+
+def _vectors(chunk: Chunk) -> int:
+    """Of 16 bytes, that a row's part of a chunk may touch."""
+    return (chunk.bytes + (16 - chunk.align if chunk.bytes % 16 else 0) + 15) // 16
+
+
+def _place_bytes(chunk: Chunk) -> int:
+    return 16 * 16 * (_vectors(chunk) | 1)
+
+
+def _table_bytes(chunk: Chunk) -> int:
+    return 128 * -(-16 * _vectors(chunk) // 32)

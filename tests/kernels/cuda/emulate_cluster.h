@@ -1,0 +1,65 @@
+// More of emulate.h: blocks of a cluster, which write into each other's shared memory.
+#pragma once
+
+namespace voltapile {
+
+namespace cluster {
+inline emulation::Barrier barrier;
+inline int arrived_in[4096];  // of each thread: the generation of the barrier
+inline int rank() { return emulation::current / blockDim.x; }
+template <class T>
+T* of_block(T* mine, int block) {
+  auto* at = reinterpret_cast<std::uint8_t*>(mine);
+  return reinterpret_cast<T*>(at + (block - rank()) * emulation::block_bytes);
+}
+}  // namespace cluster
+
+inline void cluster_arrive() {
+  auto& barrier = cluster::barrier;
+  cluster::arrived_in[emulation::current] = barrier.generation;
+  if (++barrier.count == static_cast<int>(emulation::block_barriers.size() * blockDim.x)) {
+    barrier.count = 0;
+    ++barrier.generation;
+  }
+}
+inline void cluster_wait() {
+  while (cluster::barrier.generation == cluster::arrived_in[emulation::current])
+    swapcontext(&emulation::fibres[emulation::current].context, &emulation::scheduler);
+}
+
+// Bytes that are still to come (below 0: that came unexpected), whether they are expected, rings.
+struct BellState {
+  std::int32_t bytes;
+  std::int16_t is_expected, rings;
+  void look() {
+    if (!is_expected || bytes) return;
+    is_expected = 0;
+    ++rings;
+  }
+};
+static_assert(sizeof(BellState) == 8);
+inline BellState& state_of(std::uint64_t* bell) { return *reinterpret_cast<BellState*>(bell); }
+
+inline void make_bell(std::uint64_t* bell) { state_of(bell) = {}; }
+inline void expect(std::uint64_t* bell, int bytes) {
+  auto& state = state_of(bell);
+  if (state.is_expected) std::abort();
+  state.bytes += bytes;
+  state.is_expected = 1;
+  state.look();
+}
+inline void await(std::uint64_t* bell, bool is_odd) {
+  while ((state_of(bell).rings & 1) != (is_odd ? 1 : 0))
+    swapcontext(&emulation::fibres[emulation::current].context, &emulation::scheduler);
+}
+inline void send(float2 pair, float2* mine, std::uint64_t* bell, int block) {
+  *cluster::of_block(mine, block) = pair;
+  auto& state = state_of(cluster::of_block(bell, block));
+  state.bytes -= sizeof pair;
+  state.look();
+}
+inline std::uint8_t* own_memory(std::uint8_t* shared) {
+  return shared + cluster::rank() * emulation::block_bytes;
+}
+
+}  // namespace voltapile
