@@ -62,7 +62,7 @@ def all_reduce(
         ends = adds, np.int32(links.rank), np.int32(links.ranks)
         ops.kernel(SUM)(grid, block, (*arrays, np.int64(0), np.int64(count), *ends))
     elif links.ranks == 2 and out.nbytes > PUSH_BYTES and count % 4 == 0:
-        grid = _pieces(count, TWIN, links)
+        grid = (min(PIECE_BLOCKS // 2, *_pieces(count, TWIN, links)),)
         ops.kernel(SUM_TWINS)(grid, PIECE_THREADS, (*arrays, np.int64(count), adds))
     elif out.nbytes > SLICE_BYTES and count % 4 == 0:
         grid = _pieces(count, links.mates * PIECE, links)

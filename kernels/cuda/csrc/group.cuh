@@ -27,7 +27,7 @@ constexpr long long HALF_MESSAGES = 4LL * PIECE_BLOCKS * MESSAGE;
 constexpr long long PACKS_AT = 0, PIECES_AT = 2LL * HALF_PACKS * 24;
 constexpr long long MESSAGES_AT = PIECES_AT + 2 * HALF_PIECES;
 constexpr long long FLAGS_AT = MESSAGES_AT + 2 * HALF_MESSAGES;
-enum Flag { PIECE_FLAG, SENT_FLAG, TAKEN_FLAG };  // each PIECE_BLOCKS words
+enum Flag { PIECE_FLAG, SENT_FLAG, TAKEN_FLAG, ROWS_FLAG };  // each PIECE_BLOCKS words
 
 enum Code { FINE, LATE, ENDED };
 
@@ -154,10 +154,15 @@ __device__ __forceinline__ float* piece_of(char* room, unsigned exchange) {
   return reinterpret_cast<float*>(room + PIECES_AT + (exchange & 1) * HALF_PIECES) +
          blockIdx.x * PIECE;
 }
-// Of two ranks: the same memory in four parts, so that one exchange may run ahead.
+// Of two ranks: one half in four parts for half as many blocks, so that one exchange may run ahead.
 __device__ __forceinline__ float* twin_of(char* room, unsigned exchange) {
-  return reinterpret_cast<float*>(room + PIECES_AT + (exchange & 3) * (HALF_PIECES / 2)) +
+  return reinterpret_cast<float*>(room + PIECES_AT + (exchange & 3) * (HALF_PIECES / 4)) +
          blockIdx.x * TWIN;
+}
+// The other half in two parts, for rows of eights; counted where a rank's own pieces would be.
+__device__ __forceinline__ uint4* eights_of(char* room, unsigned exchange) {
+  const long long part = HALF_PIECES + (exchange & 1) * (HALF_PIECES / 2);
+  return reinterpret_cast<uint4*>(room + PIECES_AT + part) + blockIdx.x * (TWIN / 4);
 }
 __device__ __forceinline__ float* message_of(char* room, unsigned number) {
   return reinterpret_cast<float*>(room + MESSAGES_AT + (number & 1) * HALF_MESSAGES) +

@@ -1,9 +1,8 @@
 // How a thread's eight floats of a piece travel to another rank, and how they are read and written.
 //
-// Plain: as they are, 32 bytes. Eights: in 16, as integers of 15 bits and one power of two for all
-// eight, so that none is off by more than 2^-14 of the largest. A half keeps 11 bits of each value;
-// this keeps 13 of the largest one and has the range of a float. What is not finite makes all eight
-// NaNs. Only sums over prompt rows may take eights, since bits then depend on how many rows there are.
+// Plain: as they are, 32 bytes. Eights: in 16, as integers of 14 bits, one power of two for all eight,
+// and a flag, so that a reader may poll. None is off by more than 2^-13 of the largest; a half keeps 11
+// bits of each value. The range is a float's. What is not finite makes all eight NaNs. Only sums over prompt rows may take eights, since bits then depend on how many rows there are.
 #pragma once
 #include "group_wires.cuh"
 
@@ -58,8 +57,8 @@ struct Plain {
 };
 
 struct Eights {
-  static constexpr int BITS = 15, LARGEST = (1 << (BITS - 1)) - 1, MASK = (1 << BITS) - 1;
-  static constexpr int LEAST = 14;  // exponent: what is smaller shares its unit
+  static constexpr int BITS = 14, LARGEST = (1 << (BITS - 1)) - 1;
+  static constexpr int LEAST = 13;  // exponent: what is smaller shares its unit
 
   static __device__ __forceinline__ float power(int exponent) {
     return __uint_as_float(static_cast<unsigned>(exponent) << 23);
@@ -71,54 +70,52 @@ struct Eights {
   // A power of two that rounding came to would not round to itself again.
   static __device__ __forceinline__ unsigned whole(float x) {
     const int value = static_cast<int>(rintf(x));
-    return static_cast<unsigned>(max(-LARGEST, min(value, LARGEST))) & MASK;
+    return static_cast<unsigned>(max(-LARGEST, min(value, LARGEST))) & ((1u << BITS) - 1);
   }
-  // Two values and two bits of the exponent.
-  static __device__ __forceinline__ unsigned word(float x, float y, float scale, int bits) {
-    return whole(x * scale) | whole(y * scale) << BITS | static_cast<unsigned>(bits) << 30;
+  static __device__ __forceinline__ unsigned two(float x, float y, float scale) {
+    return whole(x * scale) | whole(y * scale) << BITS;
   }
-  static __device__ __forceinline__ uint4 pack(const Eight& value) {
-    const int e = max(static_cast<int>(max(top(value.a), top(value.b)) >> 23), LEAST);
+  static __device__ __forceinline__ float value(unsigned word, float unit) {
+    return static_cast<float>(static_cast<int>(word << (32 - BITS)) >> (32 - BITS)) * unit;
+  }
+  // The last word ends with the exponent and a flag of eight bits.
+  static __device__ __forceinline__ uint4 pack(const Eight& v, unsigned flag = 0) {
+    const int e = max(static_cast<int>(max(top(v.a), top(v.b)) >> 23), LEAST);
     const float scale = power(254 + BITS - 2 - e);
-    return uint4{word(value.a.x, value.a.y, scale, e & 3),
-                 word(value.a.z, value.a.w, scale, e >> 2 & 3),
-                 word(value.b.x, value.b.y, scale, e >> 4 & 3),
-                 word(value.b.z, value.b.w, scale, e >> 6)};
+    const unsigned last = two(v.b.z, v.b.w, scale);  // 28 bits, four of them in each other word
+    return uint4{two(v.a.x, v.a.y, scale) | last << 28, two(v.a.z, v.a.w, scale) | last >> 4 << 28,
+                 two(v.b.x, v.b.y, scale) | last >> 8 << 28,
+                 last >> 12 | static_cast<unsigned>(e) << 16 | flag << 24};
   }
-  static __device__ __forceinline__ float first(unsigned word, float unit) {
-    return static_cast<float>(static_cast<int>(word << 17) >> 17) * unit;
-  }
-  static __device__ __forceinline__ float second(unsigned word, float unit) {
-    return static_cast<float>(static_cast<int>(word << 2) >> 17) * unit;
-  }
-  static __device__ __forceinline__ Eight unpack(uint4 words) {
-    const unsigned e =
-        words.x >> 30 | words.y >> 30 << 2 | words.z >> 30 << 4 | words.w >> 30 << 6;
+  static __device__ __forceinline__ unsigned flag_of(uint4 words) { return words.w >> 24; }
+  static __device__ __forceinline__ Eight unpack(uint4 w) {
+    const unsigned e = w.w >> 16 & 255;
+    const unsigned last = w.x >> 28 | w.y >> 28 << 4 | w.z >> 28 << 8 | w.w << 12;
     const float unit = e == 255 ? __uint_as_float(0x7fc00000u) : power(e - (BITS - 2));
-    return {make_float4(first(words.x, unit), second(words.x, unit), first(words.y, unit),
-                        second(words.y, unit)),
-            make_float4(first(words.z, unit), second(words.z, unit), first(words.w, unit),
-                        second(words.w, unit))};
+    return {make_float4(value(w.x, unit), value(w.x >> BITS, unit), value(w.y, unit),
+                        value(w.y >> BITS, unit)),
+            make_float4(value(w.z, unit), value(w.z >> BITS, unit), value(last, unit),
+                        value(last >> BITS, unit))};
   }
 
+  static __device__ __forceinline__ bool is_in(int length) {
+    return 2 * static_cast<int>(threadIdx.x) < length;
+  }
   static __device__ __forceinline__ Eight load(const float* x, long long at, int length) {
-    if (x == nullptr || 2 * static_cast<int>(threadIdx.x) >= length) return {nothing(), nothing()};
+    if (x == nullptr || !is_in(length)) return {nothing(), nothing()};
     const float4* from = reinterpret_cast<const float4*>(x + at) + 2 * threadIdx.x;
     return {from[0], from[1]};
   }
   static __device__ __forceinline__ void write(float* room, int length, const Eight& value) {
-    if (2 * static_cast<int>(threadIdx.x) < length)
-      reinterpret_cast<uint4*>(room)[threadIdx.x] = pack(value);
+    if (is_in(length)) reinterpret_cast<uint4*>(room)[threadIdx.x] = pack(value);
   }
   static __device__ __forceinline__ Eight read(const float* room, int length) {
-    if (2 * static_cast<int>(threadIdx.x) >= length) return {nothing(), nothing()};
-    const float4 words = load_far(reinterpret_cast<const float4*>(room) + threadIdx.x);
-    return unpack(uint4{__float_as_uint(words.x), __float_as_uint(words.y),
-                        __float_as_uint(words.z), __float_as_uint(words.w)});
+    if (!is_in(length)) return {nothing(), nothing()};
+    return unpack(load_four(reinterpret_cast<const uint4*>(room) + threadIdx.x));
   }
   static __device__ __forceinline__ void put(float* out, long long at, int length,
                                              const Eight& value, int accumulate) {
-    if (2 * static_cast<int>(threadIdx.x) >= length) return;
+    if (!is_in(length)) return;
     put_four(out + at, 2 * threadIdx.x, value.a, accumulate);
     put_four(out + at, 2 * threadIdx.x + 1, value.b, accumulate);
   }

@@ -168,7 +168,7 @@ group_sum_pieces(Group* group, const float* part, float* out, long long count, i
 
 // Of two ranks: either sends the other its whole part. A piece travels while the one before it is
 // added: a rank that has seen the other's flag n knows that n - 2 has been read there, and n + 1 goes
-// to another part of the room than n - 1 and n. Always plain: group_rows.cu has eights.
+// to another part of the room than n - 1 and n. A grid of PIECE_BLOCKS / 2; always plain.
 extern "C" __global__ void __launch_bounds__(512, 2)
 group_sum_twins(Group* group, const float* part, float* out, long long count, int accumulate) {
   grid_wait();

@@ -1,7 +1,11 @@
 // Of two ranks, the sum over a prompt's rows, and the norm that comes after it: a block takes whole
-// rows, which travel as eights (group_eights.cuh) in chunks, the next one while a chunk is added.
-// 512 threads. As in group_sum_twins, a rank that has seen the other's flag n knows that n - 2 has
-// been read there.
+// rows, which travel as eights (group_eights.cuh) in chunks, one of them ahead. 512 threads.
+//
+// A thread has one pack of each exchange and writes, polls and reads its own: no barrier, no fence.
+// It sends pack n + 1 when it has read n; the other's n says that the other has read n - 1, in
+// whose place n + 1 goes. All packs of an exchange are written, whatever the row's length, so what lies
+// in a place is two exchanges old or new, and eight bits of flag tell. Where 16 bytes may arrive in
+// parts, a block's flag behind them tells instead.
 #include "block.cuh"
 #include "grid.cuh"
 #include "group.cuh"
@@ -37,6 +41,34 @@ struct Piece {
         length(min(n - column, CHUNK) / 4) {}
 };
 
+// Eights between this block and its twin.
+struct Line {
+  Group* group;
+  Peer peer;
+  int other;
+
+  static __device__ __forceinline__ unsigned flag(unsigned exchange) { return exchange % 255 + 1; }
+
+  __device__ __forceinline__ void send(unsigned exchange, uint4 words) const {
+    uint4* to = eights_of(peer.out, exchange) + threadIdx.x;
+    store_four(to, words);
+    if (!peer.is_narrow) return;
+    __syncthreads();
+    if (threadIdx.x == 0) store_flag(flag_of(peer.out, ROWS_FLAG), exchange);
+  }
+  __device__ __forceinline__ Eight receive(unsigned exchange, Wait& wait) const {
+    const uint4* from = eights_of(peer.in, exchange) + threadIdx.x;
+    if (peer.is_narrow) {
+      if (threadIdx.x == 0) await(flag_of(peer.in, ROWS_FLAG), exchange, other, wait);
+      __syncthreads();
+      return Eights::unpack(load_four(from));
+    }
+    uint4 words = load_four(from);
+    while (Eights::flag_of(words) != flag(exchange) && !wait.is_over(other)) words = load_four(from);
+    return Eights::unpack(words);
+  }
+};
+
 }  // namespace voltapile
 
 using namespace voltapile;
@@ -45,42 +77,39 @@ using namespace voltapile;
 // its rows, plus a bias, where those are not null. weight: out = rms_norm of x, or null.
 extern "C" __global__ void __launch_bounds__(512, 2)
 group_sum_rows(Group* group, const float* part, const float* scales, const float* bias, float* x,
-               const float* weight, float* out, int rows, int n, float eps,
-               int accumulate) {
+               const float* weight, float* out, int rows, int n, float eps, int accumulate) {
   __shared__ float scratch[32];
   grid_wait();
   grid_launch();
-  const int other = 1 - group->rank, block = blockIdx.x;
-  const Peer peer = group->peers[other];
-  unsigned exchange = group->pieces[other][block];
-  const int chunks = (n + CHUNK - 1) / CHUNK;
+  const int rank = group->rank, chunks = (n + CHUNK - 1) / CHUNK;
+  const Line line{group, group->peers[1 - rank], 1 - rank};
+  unsigned exchange = group->pieces[rank][blockIdx.x];
   Wait wait(group);
-  const auto hand_over = [&](int row, int chunk) {
+  const auto own_of = [&](int row, int chunk) {
     const Piece piece(row, chunk, n);
     Eight own = Eights::load(part, piece.at, piece.length);
     if (scales != nullptr) own = scaled(own, scales[row]);
     if (bias != nullptr) own = plus(own, Eights::load(bias, piece.column, piece.length));
-    Eights::write(twin_of(peer.out, exchange + 1), piece.length, own);
-    __syncthreads();
-    if (threadIdx.x == 0) store_flag(flag_of(peer.out, PIECE_FLAG), exchange + 1);
-    return Eights::rounded(own);
+    return Eights::pack(own, Line::flag(exchange + 1));
   };
-  Eight next = hand_over(block, 0);
+  uint4 own = own_of(blockIdx.x, 0);
+  line.send(exchange + 1, own);
 #pragma unroll 1
-  for (int row = block; row < rows; row += gridDim.x) {
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
     float sum = 0.0f;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const Piece piece(row, chunk, n);
-      const Eight before = Eights::load(accumulate ? x : nullptr, piece.at, piece.length), own = next;
-      ++exchange;
-      if (threadIdx.x == 0) await(flag_of(peer.in, PIECE_FLAG), exchange, other, wait);
-      __syncthreads();
-      const Eight theirs = Eights::read(twin_of(peer.in, exchange), piece.length);
+      const Eight before = Eights::load(accumulate ? x : nullptr, piece.at, piece.length);
       const bool ends = chunk + 1 == chunks;
       const int next_row = ends ? row + gridDim.x : row;
-      if (next_row < rows) next = hand_over(next_row, ends ? 0 : chunk + 1);
-      const Eight after = plus(before, plus(own, theirs));
+      ++exchange;
+      uint4 next = own;
+      if (next_row < rows) next = own_of(next_row, ends ? 0 : chunk + 1);
+      const Eight theirs = line.receive(exchange, wait);
+      if (next_row < rows) line.send(exchange + 1, next);
+      const Eight after = plus(before, plus(Eights::unpack(own), theirs));
+      own = next;
       Eights::put(x, piece.at, piece.length, after, 0);
       sum += squares(after);
     }
@@ -95,8 +124,7 @@ group_sum_rows(Group* group, const float* part, const float* scales, const float
       Eights::put(out, piece.at, piece.length, {normed(v.a, norm, w.a), normed(v.b, norm, w.b)}, 0);
     }
   }
-  if (threadIdx.x == 0) {
-    wait.end();
-    group->pieces[other][block] = exchange;
-  }
+  wait.end();
+  __syncthreads();
+  if (threadIdx.x == 0) group->pieces[rank][blockIdx.x] = exchange;
 }

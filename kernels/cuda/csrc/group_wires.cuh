@@ -45,6 +45,14 @@ inline void store_fresh(unsigned* at, unsigned value) {
 inline void store_flag(unsigned* at, unsigned value) { store_fresh(at, value); }
 inline unsigned load_flag(const unsigned* at) { return load_fresh(at); }
 inline float4 load_far(const float4* at) { return *at; }
+inline void store_four(uint4* at, uint4 words) {
+  at->x = words.x, at->y = words.y, at->z = words.z;
+  __atomic_store_n(&at->w, words.w, __ATOMIC_RELEASE);
+}
+inline uint4 load_four(const uint4* at) {
+  const unsigned last = __atomic_load_n(&at->w, __ATOMIC_ACQUIRE);
+  return uint4{at->x, at->y, at->z, last};
+}
 inline unsigned swap(unsigned* at, unsigned value) {
   return __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL);
 }
@@ -106,6 +114,20 @@ __device__ __forceinline__ float4 load_far(const float4* at) {
                : "l"(at)
                : "memory");
   return value;
+}
+// Whole over NVLink, as a wide pack is.
+__device__ __forceinline__ void store_four(uint4* at, uint4 words) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(words.x),
+               "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_four(const uint4* at) {
+  uint4 words;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(at)
+               : "memory");
+  return words;
 }
 __device__ __forceinline__ unsigned swap(unsigned* at, unsigned value) {
   return atomicExch(at, value);

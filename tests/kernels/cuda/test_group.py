@@ -173,7 +173,7 @@ def test_the_layout_is_that_of_the_kernels() -> None:
     assert f"TWIN = {TWIN};" in text
     assert f"MESSAGE = {MESSAGE};" in text
     assert 2 * TWIN == PIECE
-    assert ROOM >= FLAGS_AT + 3 * PIECE_BLOCKS * 4
+    assert ROOM >= FLAGS_AT + 4 * PIECE_BLOCKS * 4
     counts = 4 * MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS)
     assert RECORD.itemsize == 64 + 8 * MOST_RANKS + 32 * MOST_RANKS + counts
 
@@ -464,15 +464,15 @@ def eights(values: np.ndarray) -> np.ndarray:
     """As a rank sees what another one has sent it as eights (csrc/group_eights.cuh)."""
     runs = values.reshape(-1, 8)
     largest = np.abs(runs).max(1, keepdims=True)
-    unit = 2.0 ** (np.maximum(np.frexp(largest)[1] - 1, 14 - 127) - 13)
-    whole = np.clip(np.rint(runs / unit), 1 - 2**14, 2**14 - 1)
+    unit = 2.0 ** (np.maximum(np.frexp(largest)[1] - 1, 13 - 127) - 12)
+    whole = np.clip(np.rint(runs / unit), 1 - 2**13, 2**13 - 1)
     return (whole * unit + 0.0).astype(np.float32).reshape(values.shape)  # no -0
 
 
-def test_eights_keep_thirteen_bits_of_the_largest() -> None:
+def test_eights_keep_twelve_bits_of_the_largest() -> None:
     values = parts_of(3, 1, 64, 64)[0]
     runs, errors = values.reshape(-1, 8), (eights(values) - values).reshape(-1, 8)
-    assert (np.abs(errors).max(1) <= 2.0**-14 * np.abs(runs).max(1) * 1.001).all()
+    assert (np.abs(errors).max(1) <= 2.0**-13 * np.abs(runs).max(1) * 1.001).all()
 
 
 def scales_of(rank: int, rows: int) -> np.ndarray:
@@ -480,8 +480,11 @@ def scales_of(rank: int, rows: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("narrow", [frozenset(), frozenset({(0, 1)})], ids=["wide", "narrow"])
 @pytest.mark.parametrize(("rows", "n"), [(5, 4096), (3, 5128), (9, 520), (4, 8)])
-def test_a_prompts_sum_of_two_ranks(ops: EmulatedOps, rows: int, n: int, has_norm: bool) -> None:
+def test_a_prompts_sum_of_two_ranks(
+    ops: EmulatedOps, rows: int, n: int, has_norm: bool, narrow: frozenset[tuple[int, int]]
+) -> None:
     shape, weight = (rows, n), parts_of(7, 1, n)[0]
 
     def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
@@ -498,7 +501,7 @@ def test_a_prompts_sum_of_two_ranks(ops: EmulatedOps, rows: int, n: int, has_nor
             found += [ops.to_host(x), ops.to_host(out)]
         return found
 
-    results = Stage(ops, one_island(2), start=-2).run(work)
+    results = Stage(ops, one_island(2), narrow, start=-2).run(work)
     check(results, results[0])
     for round in range(2):
         one, two = parts_of(round, 2, *shape)
@@ -537,7 +540,7 @@ def test_a_prompts_sum_of_any_ranks(
         parts = parts_of(seed, ranks, *shape)
         largest = np.abs(parts).reshape(ranks, -1, 8).max(2).sum(0).repeat(8)
         error = np.abs(results[0][seed] - total_of(parts, islands)).reshape(-1)
-        assert (error <= 3 * 2.0**-14 * largest).all()
+        assert (error <= 3 * 2.0**-13 * largest).all()
 
 
 def test_what_is_not_finite_arrives(ops: EmulatedOps) -> None:
