@@ -26,14 +26,24 @@ from pathlib import Path
 import zmq
 from streaming import joint_tok_s, stream_completion, together
 from voltapile.topology.plan import Plan, from_json
-from voltapile.workers.protocol import Ready, Result, Row, Sampled, Step, Stop, decode, encode
+from voltapile.workers.protocol import (
+    Hold,
+    Ready,
+    Result,
+    Row,
+    Sampled,
+    Step,
+    Stop,
+    decode,
+    encode,
+)
+from voltapile.workers.rounds import Rounds
 
 COMMAND = [
     sys.executable,
     "-c",
     "import sys; from voltapile.gateway.cli.main import main; sys.exit(main(sys.argv[1:]))",
 ]
-STREAMS = (1, 8, 32)
 PROMPT = 16
 LETTERS = range(300, 340)  # ids whose text is ordinary in every vocabulary that we serve
 
@@ -53,17 +63,22 @@ class ScriptedWorker:
         socket.connect(self.plan.endpoint)
         ready = Ready(name="text-0", plan=self.plan.id, instance=1)
         socket.send_multipart(encode(ready))
-        free_at = 0.0
+        free_at, rounds = 0.0, Rounds()
         while True:
-            message = decode(socket.recv_multipart())
-            if isinstance(message, Stop):
-                return
-            if not isinstance(message, Step):
-                continue
+            while not rounds or socket.poll(0):
+                message = decode(socket.recv_multipart())
+                if isinstance(message, Stop):
+                    return
+                if isinstance(message, Hold):
+                    rounds.hold(message.step)
+                elif isinstance(message, Step):
+                    rounds.add(message)
+            step = rounds.next()
             free_at = max(free_at, time.perf_counter()) + self.pace
             time.sleep(max(0.0, free_at - time.perf_counter()))
-            rows = [self.answer(row) for row in message.rows]
-            result = Result(id=message.id, rows=[row for row in rows if row], seconds=self.pace)
+            rows = [self.answer(row) for row in step.rows]
+            result = Result(id=step.id, rows=[row for row in rows if row], seconds=self.pace)
+            rounds.settle(result)
             socket.send_multipart(encode(result))
 
     def answer(self, row: Row) -> Sampled | None:
@@ -150,6 +165,7 @@ def main() -> int:
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("--tokens", type=int, default=500, help="of each stream")
     parser.add_argument("--pace", type=float, nargs="+", default=[0.0, 10.0], help="ms a Step")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -160,7 +176,7 @@ def main() -> int:
             "-m",
             args.model,
             "-np",
-            str(max(STREAMS)),
+            str(max(args.streams)),
             "-c",
             "2048",
             "--backend",
@@ -171,7 +187,7 @@ def main() -> int:
         for pace in args.pace:
             tokens = args.tokens if not pace else min(args.tokens, int(5000 / pace))
             with running(plan, pace / 1000) as (url, pid):
-                for streams in STREAMS:
+                for streams in args.streams:
                     row = asyncio.run(measure(url, pid, streams, tokens, args.repeat))
                     rows.append({"pace_ms": pace} | row)
     if args.json:

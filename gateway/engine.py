@@ -193,6 +193,8 @@ class Engine:
             if len(self._scheduler.in_flight) == 1:
                 self._sent_at = time.monotonic()
             self._send(step)
+        if (hold := self._scheduler.hold()) is not None:
+            self._send(hold)
 
     def _send(self, message: Message) -> None:
         # What is sent to nobody is dropped, and _watch or a new Ready finds that out.

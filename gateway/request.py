@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from voltapile.gateway.grammar import Guide
 from voltapile.gateway.thought import ThoughtLimit
-from voltapile.workers.protocol import Row, Sampling, Want
+from voltapile.workers.protocol import MAX_STOP_IDS, Row, Sampling, Want
 
 
 class State(Enum):
@@ -154,3 +154,22 @@ class Request:
         sampling = self.sampling
         penalties = (sampling.presence_penalty, sampling.frequency_penalty)
         return sampling.repetition_penalty != 1.0 or penalties != (0.0, 0.0)
+
+
+def limited(prompt: list[int], sampling: Sampling, context: int) -> Sampling:
+    """`sampling` for this prompt, its limit cut to the context. Raises Refused if nothing can come
+    of it."""
+    last = min(sampling.max_position, context)
+    if not prompt:
+        raise Refused("the prompt is empty: it needs at least one token")
+    if len(prompt) >= context:
+        raise Refused(
+            f"the prompt has {len(prompt)} tokens, and the context is {context}: "
+            "at least one position must stay free",
+            "context_length_exceeded",
+        )
+    if last <= len(prompt):
+        raise Refused("at least one token must be asked for", param="max_tokens")
+    if len(sampling.stop_ids) > MAX_STOP_IDS:
+        raise Refused(f"more than {MAX_STOP_IDS} stop tokens", param="stop")
+    return msgspec.structs.replace(sampling, max_position=last, prompt_tokens=len(prompt))

@@ -17,18 +17,18 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-import msgspec
 import numpy as np
 from voltapile.gateway.budget import Budget
 from voltapile.gateway.costs import Load
+from voltapile.gateway.flight import Flight, spare_rounds
 from voltapile.gateway.queues import Queues
-from voltapile.gateway.request import Chunk, Refused, Request, State
+from voltapile.gateway.request import Chunk, Refused, Request, State, limited
 from voltapile.gateway.suspects import FAULT, Suspects
 from voltapile.gateway.tables import PageTables, Table
 from voltapile.topology.plan import Plan
 from voltapile.workers.protocol import (
     CONTINUE,
-    MAX_STOP_IDS,
+    Hold,
     ProtocolError,
     Result,
     Row,
@@ -42,16 +42,6 @@ ALIGNMENT = 64  # prefill chunks end at absolute multiples of it, so that bits d
 LOOK_AHEAD = 8  # requests of a client that are looked at for one that can begin
 
 
-class Flight(msgspec.Struct):
-    """A Step that has left and has no Result yet."""
-
-    step: int
-    load: Load
-    # By slot: the rows that will answer. None: the answer is of no use.
-    sampling: dict[int, Request | None] = {}
-    silent: list[Request] = []  # of the rows that will not
-
-
 class Scheduler:
     """add and cancel requests; schedule() -> Step; apply(Result) -> chunks.
 
@@ -62,6 +52,7 @@ class Scheduler:
         self.context = plan.context
         self.alignment = min(alignment, plan.batch_tokens)
         self.steps_in_flight = max(1, plan.steps_in_flight)
+        self.can_repeat = len(plan.ranks) < 2  # or a Hold would have to reach all in the same round
         # Decode rows must leave room for a whole chunk, or a prompt could wait for ever.
         slots = max(1, min(plan.slots, plan.batch_tokens - self.alignment))
         self.tables = PageTables(plan, self.alignment)
@@ -91,26 +82,14 @@ class Scheduler:
         salt: bytes = b"",
     ) -> Request:
         """Queue a generation. Raises Refused if it can never run."""
-        last = min(sampling.max_position, self.context)
-        if not prompt:
-            raise Refused("the prompt is empty: it needs at least one token")
-        if len(prompt) >= self.context:
-            raise Refused(
-                f"the prompt has {len(prompt)} tokens, and the context is {self.context}: "
-                "at least one position must stay free",
-                "context_length_exceeded",
-            )
-        if last <= len(prompt):
-            raise Refused("at least one token must be asked for", param="max_tokens")
-        if len(sampling.stop_ids) > MAX_STOP_IDS:
-            raise Refused(f"more than {MAX_STOP_IDS} stop tokens", param="stop")
+        sampling = limited(prompt, sampling, self.context)
+        last = sampling.max_position
         if not self.tables.can_hold(last - 1):
             raise Refused(
                 f"{last} positions do not fit into the whole page pool; ask for fewer tokens",
                 "context_length_exceeded",
                 "max_tokens",
             )
-        sampling = msgspec.structs.replace(sampling, max_position=last, prompt_tokens=len(prompt))
         request = Request(self._next_request, prompt, sampling, want, client, salt)
         self._next_request += 1
         self._by_id[request.id] = request
@@ -156,7 +135,8 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next Step, or None if enough are in flight or nothing can be computed now."""
-        if len(self.in_flight) >= self.steps_in_flight:
+        flights = self.in_flight
+        if flights and (len(flights) >= self.steps_in_flight or not flights[-1].is_certain):
             return None
         flight = Flight(self._next_step, Load())
         rows = []
@@ -181,17 +161,25 @@ class Scheduler:
             if request.state is State.RUNNING:
                 self.tables.remember(request, request.computed)
         copies = self.checkpoints.copies()
-        step = Step(id=flight.step, rows=rows, release=self._releases, copy=copies)
+        flight.add(self._spare_rounds(flight))
+        step = Step(
+            id=flight.step, rounds=flight.left, rows=rows, release=self._releases, copy=copies
+        )
         self._next_step += 1
         self._releases = []
-        self.in_flight.append(flight)
+        flights.append(flight)
         return step
 
+    def hold(self) -> Hold | None:
+        """An end to the rounds of the last Step, if somebody waits for it."""
+        is_awaited = self.in_flight and (self.waiting or self._releases)
+        return self.in_flight[-1].hold() if is_awaited else None
+
     def apply(self, result: Result) -> list[tuple[Request, Chunk]]:
-        """Take in what the oldest Step in flight gave. Raises ProtocolError."""
+        """Take in what a round of the oldest Step in flight gave. Raises ProtocolError."""
         if not self.in_flight or result.id < self.in_flight[0].step:
             return []  # a Step of a worker that was given up
-        flight = self.in_flight.popleft()
+        flight = self.in_flight[0]
         answers = {row.slot: row for row in result.rows}
         if result.id != flight.step or answers.keys() != flight.sampling.keys():
             raise ProtocolError(
@@ -205,12 +193,23 @@ class Scheduler:
                 if not row.tokens and not row.finish:
                     raise ProtocolError(f"no token for slot {slot}, which had not finished")
                 live.append((request, row))
+        flight.answered(result)
+        if not flight.left:
+            self.in_flight.popleft()
         self.budget.costs.observe(flight.load, result.seconds)
         chunks = []
         for request, row in live:
             if (chunk := self._receive(request, row)) is not None:
                 chunks.append((request, chunk))
         return chunks
+
+    def _spare_rounds(self, flight: Flight) -> int:
+        """How often the workers can repeat a Step before anything but its rows' ends matters."""
+        samples = [request for request in flight.sampling.values() if request is not None]
+        is_all = len(samples) == len(self.running)
+        if not self.can_repeat or self.waiting or self._suspects or not is_all:
+            return 0
+        return spare_rounds(samples, self.checkpoints.block if self.checkpoints.pool else 0)
 
     # --- one request ----------------------------------------------------------------------
 
@@ -227,9 +226,8 @@ class Scheduler:
         if request.crashes:
             self._suspects.has_tokens(request)
         if request.state is State.RUNNING and row.finish != "error":
-            # After the last token nothing is computed, whatever Steps in flight ask for.
-            known = len(request.known) - 1 if row.finish else len(request.known)
-            self.tables.remember(request, min(request.computed, known))
+            # The newest token may never be computed, whatever Steps in flight ask for.
+            self.tables.remember(request, min(request.computed, len(request.known) - 1))
         if row.finish:
             self._finish(request)
         logprobs = row.logprobs, row.prompt_logprobs

@@ -138,13 +138,12 @@ class Engine:
         return beside(self.plan.ranks[self.rank].memory, taken)
 
     def run(self, step: Step) -> Result:
-        """Compute one Step."""
+        """Compute a Step's first round."""
         return self.collect(self.submit(step))
 
     def submit(self, step: Step) -> Pending:
-        """Begin a Step. A backend that computes at once has computed it when this returns."""
+        """Begin a round. A backend that computes at once has computed it when this returns."""
         began = time.perf_counter()
-        assert step.rounds == 1, "several rounds in one Step are not built yet"
         self._apply(step)
         sampling = [row for row in step.rows if row.sample and self.answers]
         wants = [self.wants[row.slot] for row in sampling]

@@ -10,12 +10,10 @@ processes of the same name, so a gateway can tell a repetition from a restart.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -30,10 +28,11 @@ from voltapile.topology import affinity
 from voltapile.topology.endpoint import default_endpoint
 from voltapile.topology.notify import Notifier
 from voltapile.topology.plan import Plan
-from voltapile.workers import steplog
+from voltapile.workers import signals, steplog
 from voltapile.workers.engine import Engine, Pending, open_engine
 from voltapile.workers.protocol import (
     Failed,
+    Hold,
     Message,
     Ready,
     Stats,
@@ -42,6 +41,7 @@ from voltapile.workers.protocol import (
     decode,
     encode,
 )
+from voltapile.workers.rounds import Rounds
 from voltapile.workers.seat import Seat
 from voltapile.workers.status import Status, StatusPort
 from zmq.utils.monitor import parse_monitor_message
@@ -53,7 +53,6 @@ STATS_SECONDS = 0.1  # between two Stats while loading
 BEAT_SECONDS = 0.2  # between two signs of life, in a step too
 ORPHAN_SECONDS = 5.0  # without a connection after which a spawned worker ends by itself
 LAST_WORDS_MS = 2000  # how long Failed may take to leave
-PR_SET_PDEATHSIG = 1
 MOST_PENDING = 2  # Steps that are submitted at once, so that a device has no pause between them
 WAIT_SECONDS = 2e-5  # between two looks at a device that computes
 HANG_SECONDS = 60.0  # for which a device may compute one Step
@@ -92,6 +91,7 @@ class Worker:
         self.is_asked = False  # by message to end, as all ranks are
         self.reason = self.cause = ""  # why the group ends; as in Failed
         self.step_id = -1  # of the oldest Step, or the last one; while loading -1
+        self.rounds = Rounds()
         self.pending: deque[Pending] = deque()  # oldest first
         self.progress_at = 0.0  # when the oldest became the oldest
         self.next_ready = self.next_stats = self.connected_at = 0.0
@@ -100,7 +100,7 @@ class Worker:
         """Live; returns the process's exit code. Only in a main thread, since it takes signals."""
         context = zmq.Context()
         self.socket = self._make_socket(context)
-        self._watch_signals()
+        signals.watch(self._stop, self.is_spawned)
         try:
             with contextlib.ExitStack() as resources:
                 self.board = resources.enter_context(self._join())
@@ -211,15 +211,17 @@ class Worker:
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
         while True:
-            if self.pending and self.pending[0].is_done:
-                self._finish(engine)
-                continue
-            events = dict(poller.poll(0 if self.pending else int(BEAT_SECONDS * 1000)))
+            is_busy = self.pending or self.rounds
+            events = dict(poller.poll(0 if is_busy else int(BEAT_SECONDS * 1000)))
             self._beat()
             if self._lost_gateway() and self.is_greeted:
                 self._start_anew(engine)
-            elif self.socket in events and len(self.pending) < MOST_PENDING:
+            elif self.socket in events:  # before a Result says what follows
                 self._handle(engine, self.socket.recv_multipart())
+            elif self.pending and self.pending[0].is_done:
+                self._finish(engine)
+            elif self.rounds and len(self.pending) < MOST_PENDING:
+                self._submit(engine)
             elif self.pending:
                 self._wait()
             elif not self.is_greeted and time.monotonic() >= self.next_ready:
@@ -239,16 +241,25 @@ class Worker:
         self.is_greeted = True
         match message:
             case Step():
-                self._note(message)  # before it runs, so that the log holds the Step that kills
-                self._submit(engine, message)
-            case Stop():
-                while self.pending:
-                    self._finish(engine)
+                self.rounds.add(message)
+            case Hold():
+                self.rounds.hold(message.step)
+            case Stop():  # other ranks may be at what has come before it
+                self.rounds.cut()
+                while self.rounds or self.pending:
+                    if self.rounds and len(self.pending) < MOST_PENDING:
+                        self._submit(engine)
+                    else:
+                        self._finish(engine)
                 self._obey(message)
             case _:
                 raise ValueError(f"a worker does not understand {type(message).__name__}")
 
-    def _submit(self, engine: Engine, step: Step) -> None:
+    def _submit(self, engine: Engine) -> None:
+        is_first = not self.rounds.is_amid
+        step = self.rounds.next()
+        if is_first:
+            self._note(step)  # before it runs, so that the log holds the Step that kills
         if not self.pending:
             self._begin(step)
         self.step_id = step.id
@@ -256,8 +267,9 @@ class Worker:
         self.step_id = self.pending[0].step.id
 
     def _finish(self, engine: Engine) -> None:
-        """Tell the Result of the oldest Step."""
+        """Tell the Result of the oldest round."""
         result = engine.collect(self.pending.popleft())
+        self.rounds.settle(result)
         self.status.step_done(result.seconds)
         if self.pending:
             self._begin(self.pending[0].step)
@@ -302,15 +314,19 @@ class Worker:
         all ends the group at its deadline.
         """
         log.info("%s has lost its gateway", self.name)
-        while self.pending or self.socket.poll(0):
+        self.rounds.cut()
+        while self.pending or self.rounds or self.socket.poll(0):
             if self.pending:
                 engine.collect(self.pending.popleft())
-                continue
-            message = decode(self.socket.recv_multipart())
-            if isinstance(message, Stop):
+            elif self.rounds:
+                step = self.rounds.next()
+                if len(self.plan.ranks) > 1:
+                    self.pending.append(engine.submit(step))
+            elif isinstance(message := decode(self.socket.recv_multipart()), Stop):
                 self._obey(message)
-            if isinstance(message, Step) and len(self.plan.ranks) > 1:
-                self.pending.append(engine.submit(message))
+            elif isinstance(message, Step):
+                self.rounds.add(message)
+        self.rounds = Rounds()
         self.board.begin_step(self.rank, -1)
         engine.forget()
         self._note(self._ready())
@@ -331,13 +347,9 @@ class Worker:
         return Stats(name=self.name, values={**told, "status port": self.status_port})
 
     def _ready(self) -> Ready:
-        return Ready(
-            name=self.name,
-            plan=self.plan.id,
-            pages=[group.pages for group in self.plan.caches],
-            slots=self.plan.slots,
-            instance=self.instance,
-        )
+        plan, pages = self.plan, [group.pages for group in self.plan.caches]
+        name, instance = self.name, self.instance
+        return Ready(name=name, plan=plan.id, pages=pages, slots=plan.slots, instance=instance)
 
     def _note(self, message: Message) -> None:
         """Into the Step log, if one is kept."""
@@ -373,16 +385,6 @@ class Worker:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-
-    def _watch_signals(self) -> None:
-        signal.signal(signal.SIGTERM, self._stop)
-        if not self.is_spawned:
-            signal.signal(signal.SIGINT, self._stop)
-            return
-        # Ctrl-C reaches the whole foreground group; the gateway decides when its workers end.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if not self.is_ending:

@@ -105,13 +105,23 @@ class Copy(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class Step(Record):
-    """One forward pass over a ragged batch, the same for all ranks. release: slots set free."""
+    """One forward pass over a ragged batch, the same for all ranks. release: slots set free.
+
+    rounds: so many passes, each with a Result, where all rows sample: in the later ones every row
+    continues. The last is the one in which a row gives its last token, or none, or a Hold comes.
+    """
 
     id: int
     rounds: int = 1
     rows: list[Row] = []
     release: list[int] = []
     copy: list[Copy] = []
+
+
+class Hold(Record):
+    """No more rounds of a Step than one, or than have begun. It comes too late without harm."""
+
+    step: int
 
 
 class Sampled(msgspec.Struct, array_like=True, kw_only=True):
@@ -136,11 +146,13 @@ class Sampled(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class Result(Record):
-    """What a Step produced. seconds: the time that the worker spent on it."""
+    """What a round of a Step produced. seconds: the time that the worker spent on it. left: rounds
+    that follow, if no Hold comes and no row ends."""
 
     id: int
     rows: list[Sampled] = []
     seconds: float = 0.0
+    left: int = 0
 
 
 class Ready(Record):
@@ -182,7 +194,7 @@ class Stop(Record):
     reason: str = ""
 
 
-Message = Step | Result | Ready | Failed | Stats | Stop
+Message = Step | Hold | Result | Ready | Failed | Stats | Stop
 
 
 class _Codec(threading.local):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,17 @@ class Replay:
     compared: int = 0
     differences: list[str] = field(default_factory=list)
 
-    def run(self, engine: Driven, step: Step) -> Result:
+    def run(self, engine: Driven, step: Step, count: int) -> Iterator[Result]:
+        """The first `count` rounds of a Step."""
+        from voltapile.workers.rounds import Rounds
+
+        rounds = Rounds()
+        step.rounds = count
+        rounds.add(step)
+        while rounds:
+            yield self.round(engine, rounds.next())
+
+    def round(self, engine: Driven, step: Step) -> Result:
         began = time.perf_counter()
         result = engine.run(step)
         self.seconds += time.perf_counter() - began
@@ -65,21 +76,38 @@ def replay(path: Path, plan: Plan, as_json: bool) -> int:
     from voltapile.gateway.cli.bench_ranks import open_driven
     from voltapile.workers.protocol import Ready, Result, Step
 
-    found, last = Replay(), None
+    found, life = Replay(), 0
+    results: dict[int, deque[Result]] = {}
+    with path.open("rb") as file:
+        rounds = counts(messages(file, path))
     with path.open("rb") as file, open_driven(plan) as engine:
         for message in messages(file, path):
             match message:
                 case Ready():
                     check(message, plan, path)
                     engine.forget()
+                    results, life = {}, life + 1
                 case Step():
-                    last = found.run(engine, message)
-                case Result() if last is not None and last.id == message.id:
-                    found.compare(last, message)
+                    count = max(1, rounds[life, message.id])
+                    results[message.id] = deque(found.run(engine, message, count))
+                case Result() if results.get(message.id):
+                    found.compare(results[message.id].popleft(), message)
     if not found.steps:
         raise ValueError(f"{path}: no Step is in this log")
     report(found, as_json)
     return 1 if found.differences else 0
+
+
+def counts(log: Iterable[Message]) -> Counter[tuple[int, int]]:
+    """How many rounds of a Step were run, by the worker's life and the Step's id."""
+    from voltapile.workers.protocol import Ready, Result
+
+    found, life = Counter[tuple[int, int]](), 0
+    for message in log:
+        life += isinstance(message, Ready)
+        if isinstance(message, Result):
+            found[life, message.id] += 1
+    return found
 
 
 def messages(file: Any, path: Path) -> Iterator[Message]:

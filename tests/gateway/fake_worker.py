@@ -18,6 +18,7 @@ import zmq
 from voltapile.topology.plan import from_json
 from voltapile.workers.protocol import (
     Failed,
+    Hold,
     Ready,
     Result,
     Row,
@@ -29,6 +30,7 @@ from voltapile.workers.protocol import (
     decode,
     encode,
 )
+from voltapile.workers.rounds import Rounds
 
 VOCAB = 600  # below the special ids of the small golden models
 
@@ -140,25 +142,38 @@ def main() -> int:
 def serve(
     socket: zmq.Socket[bytes], args: argparse.Namespace, model: FakeModel, ready: Ready
 ) -> None:
-    is_greeted = False
+    is_greeted, rounds = False, Rounds()
     parent = os.getppid()
     while os.getppid() == parent:
         if args.heartbeat:
             args.heartbeat.touch()
         if not is_greeted:
             socket.send_multipart(encode(ready))
-        if not socket.poll(200):
-            continue
-        message = decode(socket.recv_multipart())
-        is_greeted = True
-        if isinstance(message, Stop):
-            return
-        assert isinstance(message, Step)
-        tokens = {int(token) for row in message.rows for token in row.tokens}
-        if message.id == args.die_at or args.poison in tokens:
-            os._exit(7)
-        time.sleep(args.step_seconds)
-        socket.send_multipart(encode(model.run(message)))
+        while socket.poll(0 if rounds else 200):
+            message = decode(socket.recv_multipart())
+            is_greeted = True
+            if isinstance(message, Stop):
+                return
+            if isinstance(message, Hold):
+                rounds.hold(message.step)
+            else:
+                assert isinstance(message, Step)
+                rounds.add(message)
+        if rounds:
+            answer(socket, args, model, rounds)
+
+
+def answer(
+    socket: zmq.Socket[bytes], args: argparse.Namespace, model: FakeModel, rounds: Rounds
+) -> None:
+    step = rounds.next()
+    tokens = {int(token) for row in step.rows for token in row.tokens}
+    if step.id == args.die_at or args.poison in tokens:
+        os._exit(7)
+    time.sleep(args.step_seconds)
+    result = model.run(step)
+    rounds.settle(result)
+    socket.send_multipart(encode(result))
 
 
 if __name__ == "__main__":

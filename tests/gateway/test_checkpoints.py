@@ -14,6 +14,7 @@ from voltapile.gateway.request import Request
 from voltapile.gateway.scheduler import Scheduler
 from voltapile.topology.plan import CacheGroup, Plan
 from voltapile.workers.protocol import Result, Sampled, Sampling, Step, Want, decode, encode
+from voltapile.workers.rounds import Rounds
 
 PAGE, VOCAB = 4, 7
 
@@ -102,17 +103,23 @@ class Worker:
         return Sampled(slot=row.slot, tokens=[slot.last], finish=finish)
 
 
+def one_round(worker: Any, rounds: Rounds) -> Result:
+    result: Result = worker.run(rounds.next())
+    rounds.settle(result)
+    return result
+
+
 def run(worker: Any, scheduler: Scheduler) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    sent: list[Step] = []
+    rounds = Rounds()
     while True:
         while (step := scheduler.schedule()) is not None:
             message = decode([bytes(frame) for frame in encode(step)])
             assert isinstance(message, Step)
-            sent.append(message)
-        if not sent:
+            rounds.add(message)
+        if not rounds:
             return found
-        for request, chunk in scheduler.apply(worker.run(sent.pop(0))):
+        for request, chunk in scheduler.apply(one_round(worker, rounds)):
             assert chunk.finish != "error", chunk.error
             found.setdefault(request.id, []).extend(chunk.tokens)
 
@@ -247,7 +254,7 @@ def test_any_company(data: st.DataObject) -> None:
     worker, scheduler = Worker(plan), scheduler_of(plan)
     expected: dict[int, list[int]] = {}
     found: dict[int, list[int]] = {}
-    sent: list[Step] = []
+    rounds = Rounds()
     for turn in range(data.draw(st.integers(1, 12))):
         start = data.draw(st.integers(0, 40))
         prompt = [*text(start), *text(data.draw(st.integers(1, 40)), turn % 3)]
@@ -257,18 +264,20 @@ def test_any_company(data: st.DataObject) -> None:
         expected[request.id] = alone(prompt, turn % 2, count)
         for _ in range(data.draw(st.integers(0, 12))):
             if (step := scheduler.schedule()) is not None:
-                sent.append(step)
-            if sent and data.draw(st.booleans()):
-                for done, chunk in scheduler.apply(worker.run(sent.pop(0))):
+                rounds.add(step)
+            if (hold := scheduler.hold()) is not None:
+                rounds.hold(hold.step)
+            if rounds and data.draw(st.booleans()):
+                for done, chunk in scheduler.apply(one_round(worker, rounds)):
                     found.setdefault(done.id, []).extend(chunk.tokens)
         if stop < 5 and scheduler.cancel(request.id):
             del expected[request.id]
     while True:
         while (step := scheduler.schedule()) is not None:
-            sent.append(step)
-        if not sent:
+            rounds.add(step)
+        if not rounds:
             break
-        for done, chunk in scheduler.apply(worker.run(sent.pop(0))):
+        for done, chunk in scheduler.apply(one_round(worker, rounds)):
             found.setdefault(done.id, []).extend(chunk.tokens)
     assert {id: found[id] for id in expected} == expected
     pool = scheduler.checkpoints.pool

@@ -23,6 +23,7 @@ from voltapile.topology.plan import CacheGroup, Plan, RankPlan, plan_id, to_json
 from voltapile.topology.share import Share
 from voltapile.workers.protocol import (
     Failed,
+    Hold,
     Message,
     Ready,
     Result,
@@ -33,6 +34,7 @@ from voltapile.workers.protocol import (
     decode,
     encode,
 )
+from voltapile.workers.rounds import Rounds
 
 SCRIPT = Path(__file__).with_name("fake_worker.py")
 
@@ -376,8 +378,20 @@ class Hand:
         self.tasks.append(asyncio.create_task(self._serve()))
 
     async def _serve(self) -> None:
-        while isinstance(message := await self.hear(), Step):
-            await self.say(self.model.run(message))
+        rounds = Rounds()
+        while not isinstance(message := await self.hear(), Stop):
+            if isinstance(message, Hold):
+                rounds.hold(message.step)
+            else:
+                assert isinstance(message, Step)
+                rounds.add(message)
+            while rounds and not await self.socket.poll(0):
+                await self.say(self.round(rounds))
+
+    def round(self, rounds: Rounds) -> Result:
+        result: Result = self.model.run(rounds.next())
+        rounds.settle(result)
+        return result
 
 
 @asynccontextmanager
@@ -399,6 +413,7 @@ async def test_step_n_plus_1_leaves_before_result_n(plan: Plan) -> None:
         assert engine.health.fraction == 0.25
         await hand.ready()
         await until(is_ok(engine))
+        engine._scheduler.can_repeat = False
         streams = [engine.submit([i], Sampling(max_position=5)) for i in range(2)]
         first, second = await hand.step(), await hand.step()
         assert [row.slot for row in first.rows] == [0, 1], "what comes together goes together"
@@ -414,6 +429,35 @@ async def test_step_n_plus_1_leaves_before_result_n(plan: Plan) -> None:
         assert results == [(fake.alone([i], 4), "length") for i in range(2)]
         assert engine.stats().restarts == 0
         assert engine.stats().step_seconds == 0.001
+
+
+async def test_who_comes_or_leaves_ends_the_rounds(plan: Plan) -> None:
+    caches = [msgspec.structs.replace(cache, page_tokens=64) for cache in plan.caches]
+    async with by_hand(msgspec.structs.replace(plan, caches=caches)) as (engine, hand):
+        hand.model = fake.FakeModel(64)
+        await hand.ready()
+        await until(is_ok(engine))
+        first, rounds = engine.submit([1], Sampling(max_position=90)), Rounds()
+        rounds.add(await hand.step())
+        await hand.say(hand.round(rounds))
+        assert await hand.is_silent()
+        second = engine.submit([2], Sampling(max_position=4))
+        assert await hand.hear() == Hold(step=0)
+        rounds.hold(0)
+        await hand.say(hand.round(rounds))
+        rounds.add(await hand.step())
+        for _ in range(3):
+            await hand.say(hand.round(rounds))
+        assert await collect(second) == (fake.alone([2], 3), "length")
+        rounds.add(await hand.step())  # it left before the second's last token was here
+        rounds.add(await hand.step())
+        first.cancel()
+        assert await hand.hear() == Hold(step=3)
+        rounds.hold(3)
+        while rounds:
+            await hand.say(hand.round(rounds))
+        await until(lambda: engine.stats().pages_free == engine.stats().pages_total)
+        assert (await collect(first))[0] == fake.alone([1], 5)
 
 
 @pytest.mark.parametrize("has_answered", [False, True])
@@ -513,7 +557,6 @@ async def test_a_worker_that_failed_in_a_step_is_told_to_end(plan: Plan) -> None
         await until(is_ok(engine))
         stream = engine.submit([1], Sampling(max_position=9))
         await hand.step()
-        await hand.step()
         await hand.say(Failed(name="text-0", step=0, reason="out of luck"))
         assert isinstance(await hand.hear(), Stop)
         assert (engine.health.status, engine.health.reason) == ("loading", "out of luck")
@@ -531,7 +574,6 @@ async def test_nonsense_from_a_worker(plan: Plan, frames: list[bytes]) -> None:
         await hand.ready()
         await until(is_ok(engine))
         engine.submit([1], Sampling(max_position=9))
-        await hand.step()
         await hand.step()
         await hand.socket.send_multipart(frames)
         assert isinstance(await hand.hear(), Stop)

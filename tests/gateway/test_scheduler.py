@@ -4,15 +4,20 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from voltapile.gateway.request import Refused, Request, State
 from voltapile.gateway.scheduler import ALIGNMENT, Scheduler
+from voltapile.gateway.thought import ThoughtLimit
 from voltapile.topology.plan import CacheGroup, Plan
 from voltapile.workers.protocol import (
+    Hold,
     ProtocolError,
     Result,
     Row,
@@ -23,6 +28,7 @@ from voltapile.workers.protocol import (
     decode,
     encode,
 )
+from voltapile.workers.rounds import Rounds
 
 VOCAB = 50
 SECONDS = 0.01  # of the model's Steps, where nothing else is said
@@ -192,13 +198,25 @@ class Model:
 
 
 class World:
-    """Scheduler and Model with the wire between them; collects what each request gives."""
+    """Scheduler and Model with the wire between them; collects what each request gives.
 
-    def __init__(self, plan: Plan, max_gap: float = 0.25, alignment: int = ALIGNMENT) -> None:
+    repeats: a Step may have several rounds.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        max_gap: float = 0.25,
+        alignment: int = ALIGNMENT,
+        repeats: bool = True,
+    ) -> None:
         self.plan, self.alignment = plan, min(alignment, plan.batch_tokens)
         self.scheduler = Scheduler(plan, max_gap, alignment)
+        self.scheduler.can_repeat = repeats
         self.model = Model(plan)
-        self.sent: list[Step] = []
+        self.sent: list[Any] = []  # Steps and Holds
+        self.rounds = Rounds()
+        self.begun: list[Result] = []  # by a device that computes while more is sent
         self.done: list[Result] = []
         self.requests: list[Request] = []
         self.tokens: dict[int, list[int]] = {}
@@ -212,24 +230,52 @@ class World:
         return request
 
     def send(self) -> bool:
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule() or self.scheduler.hold()
         if step is None:
             return False
         message = decode([bytes(frame) for frame in encode(step)])
-        assert isinstance(message, Step)
         self.sent.append(message)
+        if isinstance(message, Step):
+            self.check_ends(message)
+        assert len(self.scheduler.in_flight) <= self.plan.steps_in_flight
+        return True
+
+    def check_ends(self, step: Step) -> None:
         for row, request in ((r, q) for r in step.rows for q in self.scheduler.running):
             if row.slot == request.slot and len(row.tokens) and not row.sample:
                 end = request.computed
                 assert end in (len(request.prompt), end // self.alignment * self.alignment)
-        assert len(self.scheduler.in_flight) <= self.plan.steps_in_flight
+
+    def read(self) -> bool:
+        if not self.sent:
+            return False
+        message = self.sent.pop(0)
+        if isinstance(message, Step):
+            self.rounds.add(message)
+        else:
+            self.rounds.hold(message.step)
+        return True
+
+    def begin(self) -> bool:
+        if not self.rounds:
+            return False
+        self.begun.append(self.model.run(self.rounds.next()))
+        return True
+
+    def end(self) -> bool:
+        if not self.begun:
+            return False
+        self.rounds.settle(self.begun[0])
+        [message] = [decode([bytes(frame) for frame in encode(self.begun.pop(0))])]
+        assert isinstance(message, Result)
+        self.done.append(message)
         return True
 
     def work(self) -> bool:
-        if not self.sent:
-            return False
-        self.done.append(self.model.run(self.sent.pop(0)))
-        return True
+        """One round, whole."""
+        while self.sent and (not self.rounds or isinstance(self.sent[0], Hold)):
+            self.read()
+        return self.begin() and self.end()
 
     def receive(self) -> bool:
         if not self.done:
@@ -249,8 +295,9 @@ class World:
     def crash(self) -> None:
         self.forget()
         self.model = Model(self.plan, is_second=True)
-        self.sent.clear()
-        self.done.clear()
+        self.rounds = Rounds()
+        for messages in (self.sent, self.begun, self.done):
+            messages.clear()
 
     def forget(self) -> None:
         """The scheduler takes the worker for lost, but it goes on."""
@@ -261,7 +308,7 @@ class World:
         for _ in range(limit):
             while self.send():
                 pass
-            if not (self.work() or self.receive()):
+            if not (self.end() or self.work() or self.receive()):
                 break
             self.receive()
         self.check_idle()
@@ -294,7 +341,7 @@ def test_one_request_alone() -> None:
 
 
 def test_step_n_plus_1_leaves_before_result_n() -> None:
-    world = World(make_plan(steps_in_flight=2))
+    world = World(make_plan(steps_in_flight=2), repeats=False)
     world.add([1, 2, 3], max_position=10)
     assert world.send()
     assert world.send()
@@ -308,7 +355,7 @@ def test_step_n_plus_1_leaves_before_result_n() -> None:
 
 
 def test_run_ahead_stops_at_the_limit() -> None:
-    world = World(make_plan(steps_in_flight=8))
+    world = World(make_plan(steps_in_flight=8), repeats=False)
     world.add([1, 2, 3], max_position=5)
     assert world.send()
     assert world.send()
@@ -318,7 +365,7 @@ def test_run_ahead_stops_at_the_limit() -> None:
 
 def test_decode_rows_come_first_and_chunks_are_aligned() -> None:
     plan = make_plan(context=512, slots=4, pages=(600,), batch_tokens=100, steps_in_flight=1)
-    world = World(plan)
+    world = World(plan, repeats=False)
     world.add([1], max_position=400)
     world.send()
     long = world.add(list(range(300)), max_position=310)
@@ -358,7 +405,7 @@ def test_pages_run_out_and_the_last_to_arrive_waits() -> None:
 
 
 def test_a_preempted_request_waits_for_its_tokens_in_flight() -> None:
-    world = World(make_plan(context=24, pages=(9,), slots=2, steps_in_flight=3))
+    world = World(make_plan(context=24, pages=(9,), slots=2, steps_in_flight=3), repeats=False)
     first, second = world.add([1] * 15, max_position=24), world.add([2], max_position=24)
     while world.scheduler.preemptions == 0:
         while world.send():
@@ -393,7 +440,7 @@ def test_admission_is_first_come_first_served() -> None:
 
 
 def test_a_slot_is_released_before_its_next_occupant() -> None:
-    world = World(make_plan(slots=1, steps_in_flight=1))
+    world = World(make_plan(slots=1, steps_in_flight=1), repeats=False)
     first = world.add([1], max_position=20)
     world.send()
     second = world.add([2], max_position=20)
@@ -966,7 +1013,7 @@ def test_tokens_of_a_stream_are_not_far_apart(steps_in_flight: int) -> None:
         context=20_000, slots=4, pages=(2000,), page_tokens=(16,), batch_tokens=1024,
         steps_in_flight=steps_in_flight,
     )  # fmt: skip
-    world = World(plan, max_gap=0.25)
+    world = World(plan, max_gap=0.25, repeats=False)
     timed(world, 0.02, 2e-4, 1e-8)
     stream = world.add([1], max_position=4000)
     for _ in range(5):
@@ -999,7 +1046,7 @@ def test_without_a_stream_the_budget_is_used_whole() -> None:
 
 def test_a_gap_that_cannot_be_kept_still_lets_prompts_on() -> None:
     plan = make_plan(context=4000, pages=(300,), page_tokens=(16,), batch_tokens=1024)
-    world = World(plan, max_gap=0.0)
+    world = World(plan, max_gap=0.0, repeats=False)
     world.add([1], max_position=1000)
     world.send(), world.work(), world.receive()
     world.add(prompt_of(300), max_position=302)
@@ -1036,6 +1083,117 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+def lonely(max_position: int, **plan: Any) -> tuple[World, Request]:
+    """One request whose Step has been sent."""
+    world = World(make_plan(context=256, pages=(80,), page_tokens=(64,), **plan))
+    request = world.add([1, 2, 3], max_position=max_position)
+    assert world.send()
+    return world, request
+
+
+def test_a_stream_alone_goes_on_by_itself() -> None:
+    world, _ = lonely(200)
+    sent = [*world.sent]
+    while any([world.work(), world.receive(), world.send()]):
+        sent += [each for each in world.sent if each not in sent]
+    # 31 + 1 positions, to the end of the page, and so on; then to the limit.
+    assert [step.rounds for step in sent] == [32, 30, 32, 32, 32, 32, 7]
+    world.check_idle()
+
+
+def test_the_next_step_leaves_before_the_last_round_has_answered() -> None:
+    world, _ = lonely(40)
+    for _ in range(30):
+        assert world.work()
+        assert world.receive()
+        assert not world.send()
+    assert world.work()
+    assert world.receive()
+    assert world.send()
+    assert world.sent[-1].rounds == 5
+    world.run()
+
+
+def test_who_comes_holds_the_rounds() -> None:
+    world, first = lonely(100)
+    assert world.work()
+    world.receive()
+    second = world.add([4, 5], max_position=50)
+    assert world.send()
+    assert world.sent == [Hold(step=0)]
+    assert not world.send(), "where the next Step begins is not known"
+    assert world.work()
+    assert world.receive()
+    assert world.send()
+    assert [row.start for row in world.sent[-1].rows] == [4, 0]
+    assert (first.computed, first.ahead, second.ahead) == (36, 32, 32)
+    world.run()
+
+
+def test_rounds_that_are_under_way_are_waited_for() -> None:
+    """A device computes two at once."""
+    world, first = lonely(100)
+    assert [world.read(), world.begin(), world.begin()] == [True] * 3
+    world.cancel(first)
+    assert world.send()
+    assert world.read()
+    assert not world.begin()
+    assert [world.end(), world.end()] == [True] * 2
+    assert [result.left for result in world.done] == [1, 0]
+    world.run()
+
+
+def test_a_hold_may_come_too_late() -> None:
+    world, _ = lonely(7)
+    assert world.work()
+    world.receive()
+    world.add([1], max_position=9)
+    assert world.send()
+    assert not world.send(), "it is told once"
+    assert world.sent == [Hold(step=0)]
+    world.sent.clear()
+    for _ in range(2):
+        assert world.work()
+        assert world.receive()
+        assert not world.send()
+    assert world.work()
+    assert world.receive()
+    world.run()
+
+
+def test_a_row_that_ends_ends_the_rounds() -> None:
+    tokens, _ = alone([1, 2, 3], Sampling(), 256)
+    world = World(make_plan(context=256, pages=(80,), page_tokens=(64,)))
+    world.add([1, 2, 3], max_position=100, stop_ids=[tokens[3]])
+    other = world.add([7], max_position=100)
+    assert world.send()
+    while not world.finish:
+        world.work()
+        world.receive()
+    assert not world.scheduler.in_flight
+    assert other.computed == len(other.known) - 1
+    world.run()
+
+
+def test_some_streams_need_a_step_for_each_token() -> None:
+    limit = ThoughtLimit(99, (), (5,), b"</think>", lambda ids: b"")
+    for guide, bound in ((SimpleNamespace(mask=None), None), (None, limit)):
+        world = World(make_plan(context=256))
+        request = world.add([1, 2, 3], max_position=99)
+        request.bind(guide, bound)  # type: ignore[arg-type]
+        request.mask = np.zeros(2, np.uint32)
+        assert world.send()
+        assert world.sent[0].rounds == 1
+    ranks = [msgspec.json.decode(b"null")] * 2
+    assert not Scheduler(msgspec.structs.replace(make_plan(), ranks=ranks)).can_repeat
+
+
+def test_rounds_that_nobody_asked_for() -> None:
+    world, _ = lonely(100)
+    with pytest.raises(ProtocolError, match="rounds"):
+        world.scheduler.apply(Result(id=0, rows=[Sampled(slot=0, tokens=[1])], left=32))
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     plans(),
@@ -1048,7 +1206,7 @@ def test_any_interleaving_gives_each_what_it_gets_alone(
     plan: Plan, seed: int, crashes: float, alignment: int, is_poisoned: bool
 ) -> None:
     rng = random.Random(seed)
-    world = World(plan, rng.choice([0.0, 0.02, 1.0]), alignment)
+    world = World(plan, rng.choice([0.0, 0.02, 1.0]), alignment, rng.random() < 0.8)
     texts = [prompt_of(plan.context, seed=n) for n in range(3)]
     for _ in range(rng.randint(1, 400)):
         kind = rng.random()
@@ -1069,7 +1227,8 @@ def test_any_interleaving_gives_each_what_it_gets_alone(
         elif kind < 0.18:
             world.model.poison = rng.randrange(VOCAB) if is_poisoned else -1
         else:
-            rng.choice([world.send, world.work, world.receive])()
+            parts = [world.read, world.begin, world.end]
+            rng.choice([world.send, world.send, world.receive, world.receive, *parts])()
     world.run()
     if crashes == 0 and not is_poisoned:
         assert not {"error", "crash"} & set(world.finish.values())

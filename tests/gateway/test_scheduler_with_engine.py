@@ -11,6 +11,7 @@ from voltapile.gateway.request import Request
 from voltapile.gateway.scheduler import Scheduler
 from voltapile.workers.engine import Engine
 from voltapile.workers.protocol import Sampling, Step, decode, encode
+from voltapile.workers.rounds import Rounds
 
 EngineFor = Callable[..., Engine]
 TOKENS = 100
@@ -33,15 +34,17 @@ PROMPTS = [COMMON, COMMON, [*COMMON, *text(100, 1)], [*COMMON[:70], *text(20, 2)
 
 def run(engine: Engine, scheduler: Scheduler) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    sent: list[Step] = []
+    rounds = Rounds()
     while True:
         while (step := scheduler.schedule()) is not None:
             message = decode([bytes(frame) for frame in encode(step)])
             assert isinstance(message, Step)
-            sent.append(message)
-        if not sent:
+            rounds.add(message)
+        if not rounds:
             return found
-        for request, chunk in scheduler.apply(engine.run(sent.pop(0))):
+        result = engine.run(rounds.next())
+        rounds.settle(result)
+        for request, chunk in scheduler.apply(result):
             assert chunk.finish != "error"
             found.setdefault(request.id, []).extend(chunk.tokens)
 

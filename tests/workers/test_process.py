@@ -22,6 +22,7 @@ from voltapile.workers import process as worker_process
 from voltapile.workers import steplog
 from voltapile.workers.protocol import (
     Failed,
+    Hold,
     Message,
     Ready,
     Result,
@@ -123,6 +124,25 @@ def test_ready_steps_stop(gateway: Gateway, engine_for: Make, drive: Make, mini:
     assert gateway.generate(20) == drive(engine).generate(PROMPT.tolist(), 20)
     gateway.send(Stop(reason="enough"))
     assert process.wait(DEADLINE) == 0
+
+
+def test_rounds(gateway: Gateway, tmp_path: Path) -> None:
+    """The tokens of as many Steps, and none behind the last of a row."""
+    gateway.spawn("--record", str(tmp_path / "steps"))
+    gateway.receive(Ready)
+    expected = gateway.generate(6)
+    pages = [[1, 2, 3, 4] for _ in gateway.plan.caches]
+    sampling = Sampling(max_position=len(PROMPT) + 6)
+    row = Row(slot=0, tokens=PROMPT, pages=pages, sampling=sampling)
+    gateway.send(Step(id=20, rounds=9, rows=[row]))
+    results = [gateway.receive(Result) for _ in range(6)]
+    assert [token for result in results for token in result.rows[0].tokens] == expected
+    assert [result.left for result in results] == [8, 7, 6, 5, 4, 0]
+    gateway.send(Step(id=21, release=[0]))
+    assert gateway.receive(Result).id == 21
+    with (tmp_path / "steps").open("rb") as file:
+        kinds = [type(decode(frames)) for frames in steplog.read(file)]
+    assert kinds[-9:] == [Step] + [Result] * 6 + [Step, Result]
 
 
 def test_loading_is_told(gateway: Gateway) -> None:
@@ -415,6 +435,28 @@ def test_two_steps_are_under_way(gateway: Gateway, late: LateEngine) -> None:
         gateway.send(Stop())
         late.computed = 3
         assert [gateway.receive(Result).id for _ in range(2)] == [2, 3]
+
+    with ThreadPoolExecutor(1) as pool:
+        driving = pool.submit(drive)
+        assert worker_process.Worker(gateway.plan).run() == 0
+        driving.result()
+
+
+def test_a_hold_ends_the_rounds(gateway: Gateway, late: LateEngine) -> None:
+    def drive() -> None:
+        gateway.receive(Ready)
+        gateway.send(Step(id=1, rounds=9))
+        gateway.send(Step(id=2, rounds=9))
+        wait_until(lambda: late.submitted == [1, 1])
+        gateway.send(Hold(step=1))
+        gateway.send(Hold(step=2))
+        gateway.send(Hold(step=0))
+        time.sleep(0.1)
+        late.computed = 2
+        results = [gateway.receive(Result) for _ in range(3)]
+        assert [(result.id, result.left) for result in results] == [(1, 1), (1, 0), (2, 0)]
+        assert late.submitted == [1, 1, 2]
+        gateway.send(Stop())
 
     with ThreadPoolExecutor(1) as pool:
         driving = pool.submit(drive)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from voltapile.gateway.cli import main
@@ -61,6 +62,18 @@ def test_the_recorded_tokens_come_again(log: Log, capsys: pytest.CaptureFixture[
     assert found["seconds"] > 0 < found["tok_s"]
     assert log.replay() == 0
     assert "10 of 10 results give the recorded tokens" in capsys.readouterr().out
+
+
+def test_rounds_come_again(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many as had a Result."""
+    results = [message for message in log.messages[4:] if isinstance(message, Result)]
+    later = [msgspec.structs.replace(result, id=1) for result in results]
+    log.messages[3] = msgspec.structs.replace(log.messages[3], rounds=30)
+    log.messages[4:] = later
+    log.messages *= 2
+    assert log.replay("--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps"], found["compared"], found["different"]) == (10, 10, 0)
 
 
 def test_another_token_is_seen(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
