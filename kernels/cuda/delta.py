@@ -1,4 +1,4 @@
-"""Launcher of gated delta nets: convolution, recurrence, gated norm; three kernels a layer.
+"""Launcher of gated delta nets: one kernel a layer for rows of few tokens, three for prompts.
 
 Takes a Launcher and device arrays; knows neither cupy nor models.
 """
@@ -25,7 +25,9 @@ def _instances(function: str) -> dict[int, Instance]:
 
 
 CONV, STEP, END = (_instances(name) for name in ("delta_conv", "delta_step", "delta_end"))
-INSTANCES = [*CONV.values(), *STEP.values(), *END.values()]
+ROW = {dim: Instance("delta_row.cu", "delta_row", (("DIM", str(dim)),), waits=True) for dim in DIMS}
+INSTANCES = [*CONV.values(), *STEP.values(), *END.values(), *ROW.values()]
+MOST_TAPS = 4  # of ROW's convolution
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ def delta_net(
     shape: DeltaShape,
     state: State,
     batch: Batch,
+    tickets: DeviceArray,
 ) -> DeviceArray:
+    """tickets: uint32 zeros, of all layers."""
     m, z, b, a = inputs
     tokens, heads, dim = len(m), shape.value_heads, shape.dim
     assert m.shape == (tokens, shape.channels), (m, shape)
@@ -62,13 +66,48 @@ def delta_net(
     assert weights.conv1d.shape == (shape.channels, shape.kernel), weights.conv1d.shape
     assert tokens <= MAX_TOKENS, tokens
     y = ops.scratch((tokens, heads * dim))
-    if tokens:
+    # Rows of generated tokens are short, and so is every row of a step of few tokens.
+    is_short = tokens <= MAX_PROVISIONAL or batch.generated >= tokens
+    tickets_taken = min(tokens, state.slots) * (shape.key_heads + 1)
+    if tokens and is_short and shape.kernel <= MOST_TAPS and tickets_taken <= len(tickets):
+        _rows(ops, inputs, weights, shape, state, batch, tickets, y)
+    elif tokens:
         with ops.scope():
-            _launch(ops, inputs, weights, shape, state, batch, y)
+            _prompt(ops, inputs, weights, shape, state, batch, y)
     return y
 
 
-def _launch(
+def _rows(
+    ops: Launcher,
+    inputs: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray],
+    weights: Parts,
+    shape: DeltaShape,
+    state: State,
+    batch: Batch,
+    tickets: DeviceArray,
+    y: DeviceArray,
+) -> None:
+    tokens, heads, dim = len(y), shape.value_heads, shape.dim
+    (history, matrix), logs = state.values, state.log
+    members = np.bincount(shape.key_head_of, minlength=shape.key_heads).astype(np.int32)
+    key_heads = ops.constant(np.asarray(shape.key_head_of, np.int32)), ops.constant(members)
+    kept = 0 if batch.kept is None else batch.kept.ptr
+    flags = int(shape.gate == "sigmoid"), int(batch.is_provisional)
+    sizes = tokens, shape.key_heads, heads, shape.kernel, int(tap_kind(weights.conv1d)), *flags
+    ops.kernel(ROW[dim])(
+        (heads, min(tokens, state.slots)),
+        4 * dim,
+        (
+            *_pointers(*inputs, weights.conv1d, weights.a, weights.dt, weights.norm, *key_heads),
+            *_pointers(history, matrix, *logs, state.logged, batch.slots, batch.positions),
+            *(kept, tickets.ptr, y.ptr),
+            *map(np.int32, sizes),
+            np.float32(shape.eps),
+        ),
+    )
+
+
+def _prompt(
     ops: Launcher,
     inputs: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray],
     weights: Parts,

@@ -98,7 +98,8 @@ class CudaFamilies:
         batch: Batch,
     ) -> DeviceArray:
         own = (_own(each) for each in (weights.conv1d, weights.a, weights.dt, weights.norm))
-        return delta.delta_net(self, inputs, delta.Parts(*own), shape, state, batch)
+        parts = delta.Parts(*own)
+        return delta.delta_net(self, inputs, parts, shape, state, batch, self.tickets)
 
     # --- residual streams ---------------------------------------------------------------------
     def streams(self: Host, x: DeviceArray, count: int) -> DeviceArray:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from voltapile.kernels.cuda.attention import LOG2E
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.pages import KINDS, CudaKv
 from voltapile.kernels.families import INDEX_RING
@@ -23,13 +24,24 @@ def _index(function: str) -> Instance:
 POOL, RING, SCORES, CHOOSE = (
     _index(f"index_{name}") for name in ("pool", "ring", "scores", "choose")
 )
-ATTEND = Instance("sparse_attend.cu", "attend_to", waits=True)
-JOIN = Instance("sparse_attend.cu", "join_attended", waits=True)
-INSTANCES = [POOL, RING, SCORES, CHOOSE, ATTEND, JOIN]
+DIMS, ANY = (64, 128, 256), 3  # of heads in shared memory; a cache of any type
+
+
+def _attended(function: str, dim: int, kind: int) -> Instance:
+    defines = (("HEAD_DIM", str(dim)), ("KIND", str(kind)))
+    return Instance("sparse_attend.cu", function, defines, waits=True)
+
+
+ATTEND = {
+    (dim, kind): _attended("attend_to", dim, kind) for dim in DIMS for kind in (KINDS["f16"], ANY)
+}
+JOIN = _attended("join_attended", DIMS[0], KINDS["f16"])
+INSTANCES = [POOL, RING, SCORES, CHOOSE, *ATTEND.values(), JOIN]
 
 SCORES_BYTES = 48 << 20  # of some tokens against all blocks
 WIDEST_KEY = 256
-TILE, PIECE = 32, 64  # positions that a block of attend_to takes at once, and in all
+STEP, WARPS, ROWS = 16, 4, 16  # of attend_to: positions and warps, and query heads of a block
+PIECE = STEP * WARPS  # positions of a block where several have a token
 FEWEST_PIECES = 1  # of prompt rows: there are blocks enough
 MAX_TOKENS = 65535  # a grid's limit on its second axis
 
@@ -187,34 +199,53 @@ def _attend(
 ) -> None:
     tokens, heads, dim, table = stop - start, len(head_map), cache.value_dim, batch.pages[group]
     with ops.scope():
-        parts, stats = out[start:stop], out[start:stop]  # stats: of pieces alone
+        found, stats = out[start:stop], out[start:stop]  # stats: of pieces alone
         if pieces > 1:
-            parts = ops.scratch((tokens, heads, pieces, dim))
+            found = ops.scratch((tokens, heads, pieces, dim))
             stats = ops.scratch((tokens, heads, pieces, 2))
         map_values, members = _heads_of(head_map, cache.kv_heads)
+        parts, most = _groups(members, ROWS), chosen.blocks.shape[1]
         sizes = cache.kv_heads, heads, cache.key_dim, dim
         kinds = KINDS[cache.key_type], KINDS[cache.value_type]
-        numbers = table.shape[1], cache.pages, chosen.block, chosen.blocks.shape[1], pieces, PIECE
+        numbers = table.shape[1], cache.pages, chosen.block, most, pieces, PIECE, parts
         rows = q[start:stop], cache.keys, cache.values, table
         own = (batch.slots, batch.positions, chosen.blocks, chosen.counts)
-        floats = members * (cache.key_dim + dim + TILE + 3) + TILE * (max(cache.key_dim, dim) + 1)
-        ops.kernel(ATTEND)(
-            (cache.kv_heads * pieces, tokens),
-            128,
+        shape = _shape_of(cache)
+        blocks = most if pieces == 1 else PIECE // chosen.block
+        ops.kernel(ATTEND[shape])(
+            (cache.kv_heads * parts * pieces, tokens),
+            32 * WARPS,
             (
                 *_pointers(*rows, *(each[start:stop] for each in own)),
-                *_pointers(ops.constant(map_values), parts, stats),
+                *_pointers(ops.constant(map_values), found, stats),
                 *map(np.int32, (*sizes, *kinds, *numbers)),
-                np.float32(scale),
+                np.float32(scale * LOG2E),
             ),
-            shared=4 * floats,
+            shared=_shared_bytes(*shape, ops.arch) + 4 * (blocks + 2),
         )
         if pieces > 1:
             ops.kernel(JOIN)(
                 (heads, tokens),
                 128,
-                (*_pointers(parts, stats, out[start:stop]), np.int32(pieces), np.int32(dim)),
+                (*_pointers(found, stats, out[start:stop]), np.int32(pieces), np.int32(dim)),
+                shared=4 * pieces,
             )
+
+
+def _shape_of(cache: CudaKv) -> tuple[int, int]:
+    """(width, KIND) of the kernel that serves it."""
+    wide = max(cache.key_dim, cache.value_dim)
+    dim = next(each for each in DIMS if each >= wide)
+    is_plain = cache.key_type == cache.value_type == "f16" and cache.key_dim == cache.value_dim
+    return dim, KINDS["f16"] if is_plain and dim == wide else ANY
+
+
+def _shared_bytes(dim: int, kind: int, arch: int) -> int:
+    """Of csrc/sparse_attend.cu's Shared."""
+    row = 2 * (dim + 8)
+    tiles = (2 if arch >= 80 and kind == KINDS["f16"] else 1) * WARPS * STEP * row
+    ends = 8 * WARPS * (8 + 4 * (dim + 8))
+    return max(tiles, ends) + ROWS * (row + 4)
 
 
 def _heads_of(head_map: Sequence[int], kv_heads: int) -> tuple[np.ndarray, int]:

@@ -1,34 +1,22 @@
-// Gated delta nets: three kernels a layer, for decoding and prompts alike, token after token, so
+// Gated delta nets of prompts: three kernels a layer, token after token as delta_row.cu does it, so
 // that a row's bits depend on no company. See kernels/families.py for the formulas.
 //
 // State of a slot: history [taps - 1][channels] of the convolution, matrix [value heads][dim of
 // values][dim of keys], and the inputs of a provisional step. -D DIM, of a head.
-#include "state_rows.cuh"
+#include "delta_heads.cuh"
 
 namespace voltapile {
 
-constexpr int COLUMNS = 32;         // of a head's values that a block of delta_step takes
-constexpr int FOURS = DIM / 16;     // of keys that a lane holds of its column
-constexpr int PER_LANE = DIM / 32;  // values of a head that a lane of a warp holds
-
-struct Heads {
-  int keys, values;
-  __device__ int channels() const { return (2 * keys + values) * DIM; }
-};
-
-// What a block of delta_step needs of a token, in shared memory; BATCH of them are read at once.
-constexpr int BATCH = 8;
-struct Token {
-  float4 q[DIM / 4], k[DIM / 4], v[COLUMNS / 4];
-  float b, a;  // the head's two gates before they become numbers between 0 and 1
-};
-constexpr int PIECES = DIM / 2 + COLUMNS / 4;  // float4 of q, k and v
+constexpr int COLUMNS = 32;  // of a head's values that a block of delta_step takes
+constexpr int PIECES = DIM / 2 + COLUMNS / 4;  // float4 of a token's q, k and v
 constexpr int TURNS = (BATCH * PIECES + 127) / 128;
+using Own = Token<COLUMNS>;
 
-// Where `count` tokens lie, and how far apart.
+// Where `count` tokens lie, and how far apart; a head's constants.
 struct Run {
   const float *c, *b, *a;  // of the first
   int count, channels, value_heads;
+  float rate, dt;
 };
 struct Where {
   int q, k, v;  // channels of a block's
@@ -54,69 +42,38 @@ struct Reader {
     if (threadIdx.x < BATCH && token < run.count)
       b = run.b[token * run.value_heads], a = run.a[token * run.value_heads];
   }
-  __device__ __forceinline__ void put(Token* tokens) const {
+  __device__ __forceinline__ void put(Own* tokens, const Run& run) const {
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
       const int at = turn * 128 + threadIdx.x;
       if (at < BATCH * PIECES)
         reinterpret_cast<float4*>(tokens + at / PIECES)[at % PIECES] = held[turn];
     }
-    if (threadIdx.x < BATCH) tokens[threadIdx.x].b = b, tokens[threadIdx.x].a = a;
+    if (threadIdx.x < BATCH)
+      tokens[threadIdx.x].decay = decay_of(a, run.rate, run.dt), tokens[threadIdx.x].rate = sigmoid(b);
   }
 };
 
-// y: from the lane's part on.
-__device__ __forceinline__ float dot(const float4 (&x)[FOURS], const float4* y) {
-  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-  for (int i = 0; i < FOURS; ++i) {
-    const float4 own = y[4 * i];
-    sum.x = fmaf(x[i].x, own.x, sum.x), sum.y = fmaf(x[i].y, own.y, sum.y);
-    sum.z = fmaf(x[i].z, own.z, sum.z), sum.w = fmaf(x[i].w, own.w, sum.w);
-  }
-  float all = (sum.x + sum.y) + (sum.z + sum.w);
-  all += __shfl_xor_sync(ALL, all, 1);  // four lanes have a column
-  return all + __shfl_xor_sync(ALL, all, 2);
-}
-
-// The column's part of the state goes on by a token; returns its output.
-__device__ __forceinline__ float go_on(float4 (&s)[FOURS], const Token& in, int column, int part,
-                                       float rate, float dt) {
-  const float x = in.a + dt;
-  const float decay = expf(rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)))));
-#pragma unroll
-  for (int i = 0; i < FOURS; ++i)
-    s[i].x *= decay, s[i].y *= decay, s[i].z *= decay, s[i].w *= decay;
-  const float value = reinterpret_cast<const float*>(in.v)[column];
-  const float error = sigmoid(in.b) * (value - dot(s, in.k + part));
-#pragma unroll
-  for (int i = 0; i < FOURS; ++i) {
-    const float4 k = in.k[4 * i + part];
-    s[i].x = fmaf(k.x, error, s[i].x), s[i].y = fmaf(k.y, error, s[i].y);
-    s[i].z = fmaf(k.z, error, s[i].z), s[i].w = fmaf(k.w, error, s[i].w);
-  }
-  return dot(s, in.q + part);
-}
-
 // Over a run of tokens; out: of the column at the first of them, or null. The whole block calls.
-__device__ __forceinline__ void go_through(float4 (&s)[FOURS], Token (*tokens)[BATCH],
-                                           const Run& run, const Where& where, float* out,
-                                           int out_stride, float rate, float dt) {
+__device__ __forceinline__ void go_through(float4 (&s)[FOURS], Own (*tokens)[BATCH], const Run& run,
+                                           const Where& where, float* out, int out_stride) {
   const int part = threadIdx.x & 3, column = threadIdx.x / 4;
   Reader reader;
   reader.read(run, where, 0);
   __syncthreads();  // what was read may be overwritten
-  reader.put(tokens[0]);
+  reader.put(tokens[0], run);
   __syncthreads();
   for (int first = 0, turn = 0; first < run.count; first += BATCH, turn ^= 1) {
     const bool goes_on = first + BATCH < run.count;
+    multiply_both(tokens[turn]);
     if (goes_on) reader.read(run, where, first + BATCH);
+    __syncthreads();
     const int count = min(BATCH, run.count - first);
     for (int i = 0; i < count; ++i) {
-      const float y = go_on(s, tokens[turn][i], column, part, rate, dt);
+      const float y = go_on(s, tokens[turn][i], column, part);
       if (part == 0 && out != nullptr) out[static_cast<long long>(first + i) * out_stride] = y;
     }
-    if (goes_on) reader.put(tokens[turn ^ 1]);
+    if (goes_on) reader.put(tokens[turn ^ 1], run);
     __syncthreads();
   }
 }
@@ -175,7 +132,7 @@ delta_step(const float* c, const float* c_log, const float* b, const float* a, c
            const float* a_log, const float* rate, const float* dt, const int* key_head_of,
            float* matrices, const int* stands, const int* slots, float* out, int tokens,
            int key_heads, int value_heads, int is_provisional) {
-  __shared__ Token held[2][BATCH];
+  __shared__ __align__(16) Own held[2][BATCH];
   grid_launch();
   grid_wait();
   const int first = find_row(slots, tokens, blockIdx.y);
@@ -197,8 +154,9 @@ delta_step(const float* c, const float* c_log, const float* b, const float* a, c
   if (found > 0)
     go_through(s, held,
                {c_log + logged * channels, b_log + logged * value_heads + head,
-                a_log + logged * value_heads + head, found, channels, value_heads},
-               where, nullptr, 0, rate[head], dt[head]);
+                a_log + logged * value_heads + head, found, channels, value_heads, rate[head],
+                dt[head]},
+               where, nullptr, 0);
   if (is_provisional) {
 #pragma unroll
     for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
@@ -206,9 +164,8 @@ delta_step(const float* c, const float* c_log, const float* b, const float* a, c
   const long long row = first;
   go_through(s, held,
              {c + row * channels, b + row * value_heads + head, a + row * value_heads + head,
-              length, channels, value_heads},
-             where, out + (row * value_heads + head) * DIM + column, value_heads * DIM, rate[head],
-             dt[head]);
+              length, channels, value_heads, rate[head], dt[head]},
+             where, out + (row * value_heads + head) * DIM + column, value_heads * DIM);
   if (!is_provisional) {
 #pragma unroll
     for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
@@ -231,16 +188,9 @@ delta_end(const float* o, const float* norm, const float* z, float* y, const flo
     const int run = blockIdx.x * 4 + threadIdx.x / 32;
     if (run >= tokens * value_heads) return;
     const long long at = static_cast<long long>(run) * DIM + lane;
-    float held[PER_LANE], sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) held[i] = o[at + 32 * i], sum += held[i] * held[i];
-    const float factor = 1.0f / sqrtf(warp_join(sum, Add()) / DIM + eps);
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const float gate = z[at + 32 * i];
-      y[at + 32 * i] =
-          held[i] * factor * norm[lane + 32 * i] * (is_sigmoid ? sigmoid(gate) : silu(gate));
-    }
+    float gates[PER_LANE];
+    read_gates(z + at, is_sigmoid, gates);
+    end_head(o + at, norm + lane, gates, y + at, eps);
     return;
   }
   const int channels = heads.channels(), wide = (channels + 127) / 128;

@@ -10,20 +10,22 @@ from voltapile.kernels.cuda.pages import kv_cache
 from voltapile.kernels.families import INDEX_RING
 
 from .emulation import has_compiler
-from .test_families import PAGE, REF, batch_of, device, normal, plain, weights_of  # noqa: F401
+from .test_families import PAGE, REF, SLOW, batch_of, device, normal, ops, weights_of  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no g++")
 
 
-@pytest.mark.parametrize("kv", ["f16", "q8_0"])
-def test_sparse_attention(plain: Any, kv: str) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("kv", "head"), [("f16", 64), ("q8_0", 32), pytest.param("f16", 32, marks=SLOW)]
+)
+def test_sparse_attention(ops: Any, kv: str, head: int) -> None:  # noqa: F811
     """Chunks of prompts and single tokens of two slots, till more blocks are there than chosen."""
-    block, dim, heads, top_k, head, map_ = 4, 32, 3, 64, 32, (0, 0, 1, 0)
+    block, dim, heads, top_k, map_ = 4, 32, 3, 64, (0, 0, 1, 0)
     pages = np.array([[3, 1, 4], [0, 2, 5]], np.int32)
-    mine, theirs = weights_of(plain, normal(1, dim))
+    mine, theirs = weights_of(ops, normal(1, dim))
     rope = (10000.0 ** (-np.arange(8) / 8)).astype(np.float32), 1.1
-    own, truth = (each.index_cache(6, PAGE, dim, block) for each in (plain, REF))
-    own_kv = kv_cache(plain, 6, 2, PAGE, head, head, kv, kv)
+    own, truth = (each.index_cache(6, PAGE, dim, block) for each in (ops, REF))
+    own_kv = kv_cache(ops, 6, 2, PAGE, head, head, kv, kv)
     true_kv = REF.kv_cache(6, 2, PAGE, head, head, "f32", "f32")
     at = [0, 0]
     for seed, counts in enumerate([(70, 3), (1, 1), (40, 37), (2, 1), (1, 90)]):
@@ -32,39 +34,39 @@ def test_sparse_attention(plain: Any, kv: str) -> None:  # noqa: F811
         at = [a + n for a, n in zip(at, counts, strict=True)]
         tokens = len(slots)
         batch = batch_of(slots, positions, pages=(pages,), generated=tokens if tokens < 9 else 0)
-        there = device(plain, batch)
+        there = device(ops, batch)
         keys, q = normal(seed, tokens, dim), normal(seed + 50, tokens, heads * dim)
-        plain.index_store(own, plain.array(keys), mine, rope, there, 0, 1e-6)
+        ops.index_store(own, ops.array(keys), mine, rope, there, 0, 1e-6)
         REF.index_store(truth, keys, theirs, rope, batch, 0, 1e-6)
-        np.testing.assert_array_equal(plain.to_host(own.ring), truth.ring)
-        np.testing.assert_allclose(plain.to_host(own.pooled), truth.pooled, atol=2e-6)
-        plain.upload(own.pooled, truth.pooled)
-        chosen = plain.choose_blocks(plain.array(q), own, there, 0, heads, top_k)
+        np.testing.assert_array_equal(ops.to_host(own.ring), truth.ring)
+        np.testing.assert_allclose(ops.to_host(own.pooled), truth.pooled, atol=2e-6)
+        ops.upload(own.pooled, truth.pooled)
+        chosen = ops.choose_blocks(ops.array(q), own, there, 0, heads, top_k)
         expected = REF.choose_blocks(q, truth, batch, 0, heads, top_k)
-        blocks, found = plain.to_host(chosen.blocks), plain.to_host(chosen.counts)
+        blocks, found = ops.to_host(chosen.blocks), ops.to_host(chosen.counts)
         for t, position in enumerate(positions):
             seen = (blocks[t, : found[t], None] * block + np.arange(block)).reshape(-1)
             tail = np.arange((position + 1) // block * block, position + 1)
             np.testing.assert_array_equal(np.concatenate([seen, tail]), expected[t])
         k, v = (np.float16(normal(seed + i, tokens, 2 * head)).astype(np.float32) for i in (7, 8))
         for slot, position, key, value in zip(slots, positions, k, v, strict=True):
-            put(plain, own_kv, true_kv, pages[slot, position // PAGE], position % PAGE, key, value)
+            put(ops, own_kv, true_kv, pages[slot, position // PAGE], position % PAGE, key, value)
         query = normal(seed + 90, tokens, 4 * head)
-        ours = plain.attention_to(chosen, plain.array(query), own_kv, there, 0, map_, 0.2)
+        ours = ops.attention_to(chosen, ops.array(query), own_kv, there, 0, map_, 0.2)
         right = REF.attention_to(expected, query, true_kv, batch, 0, map_, 0.2)
-        tolerance = 2e-5 if kv == "f16" else 2e-2
-        np.testing.assert_allclose(plain.to_host(ours), right, atol=tolerance)
+        tolerance = 2e-3 if kv == "f16" else 2e-2  # queries and shares are halves
+        np.testing.assert_allclose(ops.to_host(ours), right, atol=tolerance)
     assert INDEX_RING % block == 0
 
 
 def put(
-    ops: Any, own: Any, truth: Any, page: int, row: int, key: np.ndarray, value: np.ndarray
+    kernels: Any, own: Any, truth: Any, page: int, row: int, key: np.ndarray, value: np.ndarray
 ) -> None:
     """A token's keys and values, as attention_kv.cuh tells where they lie."""
     for cache, array, values in ((own.keys, truth.keys, key), (own.values, truth.values, value)):
         array[page, row] = values.reshape(2, -1)
         place = cache[page : page + 1]
-        raw = ops.to_host(place).reshape(2, -1)
+        raw = kernels.to_host(place).reshape(2, -1)
         for head, x in enumerate(values.reshape(2, -1)):
             if own.key_type == "f16":
                 raw[head].view(np.float16).reshape(PAGE, -1)[row] = x
@@ -74,4 +76,4 @@ def put(
                 q = np.round(runs / scale.astype(np.float32)[:, None]).astype(np.int8)
                 raw[head][: PAGE * len(x)].view(np.int8).reshape(PAGE, -1)[row] = q.reshape(-1)
                 raw[head][PAGE * len(x) :].view(np.float16).reshape(PAGE, -1)[row] = scale
-        ops.upload(place, raw)
+        kernels.upload(place, raw)

@@ -1,0 +1,189 @@
+// A gated delta net in one kernel, for rows of few tokens: a block has a value head. It convolves the
+// channels of that head and of its key head (which other blocks do, too), goes on with the state
+// and ends the head. The bits are those of delta_net.cu.
+//
+// States are read before the kernel before this one has ended: this layer's were complete when the
+// step began. What several blocks read of one is written by the last of them to have read it.
+// -D DIM, of a head.
+#include "delta_heads.cuh"
+
+namespace voltapile {
+
+constexpr int TAPS = 4, PAST = TAPS - 1;  // most of a convolution
+using Own = Token<DIM>;
+
+struct Shared {
+  Own tokens[BATCH];
+  float o[BATCH][DIM];
+  float sums[2][DIM / 32];
+  int is_last_of_key, is_last_of_row;
+};
+
+// Of the threads of one of the block's heads, in the order of block_join. The whole block calls;
+// `head` 2 and 3 get nothing.
+__device__ __forceinline__ float head_sum(float value, float (*sums)[DIM / 32], int head) {
+  constexpr int WARPS = DIM / 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % WARPS;
+  value = warp_join(value, Add());
+  __syncthreads();  // sums may still be read
+  if (head < 2 && lane == 0) sums[head][warp] = value;
+  __syncthreads();
+  float part = sums[head & 1][lane & (WARPS - 1)];
+#pragma unroll
+  for (int step = WARPS / 2; step > 0; step >>= 1) part += __shfl_xor_sync(ALL, part, step);
+  return part;
+}
+
+// A channel's inputs so far and its taps, of which the last are meant.
+struct Channel {
+  float taps[TAPS], past[PAST];
+
+  __device__ __forceinline__ float go_on(float x) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < PAST; ++j) sum = fmaf(taps[j], past[j], sum);
+    sum = fmaf(taps[PAST], x, sum);
+#pragma unroll
+    for (int j = 0; j + 1 < PAST; ++j) past[j] = past[j + 1];
+    past[PAST - 1] = x;
+    return silu(sum);
+  }
+};
+
+// `count` tokens, which are `channels` apart from x on, become queries, keys and values in shared
+// memory. head: 0 queries, 1 keys, 2 values, 3: nothing.
+__device__ __forceinline__ void convolve(Channel& channel, const float* x, int count, int channels,
+                                         int head, Shared& sh, float eps) {
+  const float length = head == 0 ? 1.0f / sqrtf(static_cast<float>(DIM)) : 1.0f;
+  for (int i = 0; i < count; ++i) {
+    float y = head < 3 ? channel.go_on(x[static_cast<long long>(i) * channels]) : 0.0f;
+    const float norm = length / sqrtf(head_sum(y * y, sh.sums, head) + eps);
+    if (head < 2) y *= norm;
+    Own& own = sh.tokens[i];
+    float* to = reinterpret_cast<float*>(head == 0 ? own.q : head == 1 ? own.k : own.v);
+    if (head < 3) to[threadIdx.x % DIM] = y;
+  }
+}
+
+// What else of `count` tokens their steps need; b, a: of the head, `apart` from token to token.
+__device__ __forceinline__ void put_gates(Shared& sh, const float* b, const float* a, int count,
+                                          int apart, float rate, float dt) {
+  const int i = threadIdx.x;
+  if (i < count) {
+    sh.tokens[i].decay = decay_of(a[i * apart], rate, dt);
+    sh.tokens[i].rate = sigmoid(b[i * apart]);
+  }
+  __syncthreads();
+  if (threadIdx.x < 16 * BATCH) multiply_both(sh.tokens);
+  __syncthreads();
+}
+
+// Whether this is the last of `count` blocks to come here; the ticket is 0 again then.
+__device__ __forceinline__ bool comes_last(unsigned* ticket, int count) {
+  return atomicInc(ticket, count - 1) == count - 1u;
+}
+
+}  // namespace voltapile
+
+using namespace voltapile;
+
+// grid: (value heads, rows), 4 DIM threads: four lanes for each column of values. members: of each
+// key head, how many value heads it has. tickets: zeros, [rows][key heads + 1]. y: [tokens][value
+// heads * DIM].
+extern "C" __global__ void __launch_bounds__(4 * DIM, 1)
+delta_row(const float* m, const float* z, const float* b, const float* a, const void* taps,
+          const float* rate, const float* dt, const float* norm, const int* key_head_of,
+          const int* members, float* histories, float* matrices, float* logs, float* b_log,
+          float* a_log, int* logged, const int* slots, const int* positions, const int* kept,
+          unsigned* tickets, float* y, int tokens, int key_heads, int value_heads, int count,
+          int kind, int is_sigmoid, int is_provisional, float eps) {
+  __shared__ __align__(16) Shared sh;
+  grid_launch();
+  const int first = find_row(slots, tokens, blockIdx.y);
+  if (first < 0) {
+    grid_wait();
+    return;
+  }
+  const int length = min(row_length(slots, tokens, first), BATCH), slot = slots[first];
+  const int found = standing(Step{slots, positions, kept, tokens, 0}, logged, first);
+  const int head = blockIdx.x, key_head = key_head_of[head], part = threadIdx.x & 3;
+  const int column = threadIdx.x / 4, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int channels = Heads{key_heads, value_heads}.channels(), depth = count - 1;
+  const int kind_of_head = threadIdx.x / DIM;  // see convolve
+  const int whole = kind_of_head == 0   ? key_head
+                    : kind_of_head == 1 ? key_heads + key_head
+                                        : 2 * key_heads + head;
+  const int own = whole * DIM + threadIdx.x % DIM;
+  const long long logged_at = static_cast<long long>(slot) * WINDOW;
+  float* history = histories + static_cast<long long>(slot) * depth * channels + own;
+  float* log = logs + logged_at * channels + own;
+  Channel channel;
+#pragma unroll
+  for (int j = 0; j < TAPS; ++j) {
+    const int tap = j - TAPS + count;
+    channel.taps[j] =
+        tap < 0 ? 0.0f : tap_at(taps, kind, static_cast<long long>(own) * count + tap);
+    if (j < PAST)
+      channel.past[j] = tap < 0 || found == FRESH ? 0.0f : __ldcg(history + tap * channels);
+  }
+  float4* matrix = reinterpret_cast<float4*>(
+      matrices + ((static_cast<long long>(slot) * value_heads + head) * DIM + column) * DIM);
+  float4 s[FOURS];
+#pragma unroll
+  for (int i = 0; i < FOURS; ++i)
+    s[i] = found == FRESH ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : matrix[4 * i + part];
+  grid_wait();
+
+  if (found > 0) {
+    convolve(channel, log, found, channels, kind_of_head, sh, eps);
+    const long long place = logged_at * value_heads + head;
+    put_gates(sh, b_log + place, a_log + place, found, value_heads, rate[head], dt[head]);
+    for (int i = 0; i < found; ++i) go_on(s, sh.tokens[i], column, part);
+  }
+  float past[PAST];
+  if (is_provisional) {
+#pragma unroll
+    for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
+#pragma unroll
+    for (int j = 0; j < PAST; ++j) past[j] = channel.past[j];
+  }
+  __syncthreads();  // the state has been read
+  if (threadIdx.x == 0) {
+    unsigned* own_tickets = tickets + blockIdx.y * (key_heads + 1);
+    __threadfence();
+    sh.is_last_of_key = comes_last(own_tickets + key_head, members[key_head]);
+    sh.is_last_of_row = comes_last(own_tickets + key_heads, value_heads);
+  }
+  const float* row = m + static_cast<long long>(first) * channels + own;
+  const long long place = static_cast<long long>(first) * value_heads + head;
+  float gates[PER_LANE];
+  const long long ended = (place + warp * value_heads) * DIM + lane;  // by this warp
+  if (warp < length) read_gates(z + ended, is_sigmoid, gates);
+  convolve(channel, row, length, channels, kind_of_head, sh, eps);
+  put_gates(sh, b + place, a + place, length, value_heads, rate[head], dt[head]);
+  for (int i = 0; i < length; ++i) {
+    const float out = go_on(s, sh.tokens[i], column, part);
+    if (part == 0) sh.o[i][column] = out;
+  }
+  __syncthreads();
+  if (warp < length) end_head(sh.o[warp] + lane, norm + lane, gates, y + ended, eps);
+  if (!is_provisional) {
+#pragma unroll
+    for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
+#pragma unroll
+    for (int j = 0; j < PAST; ++j) past[j] = channel.past[j];
+  }
+  if (kind_of_head == 2 || (kind_of_head < 2 && sh.is_last_of_key)) {
+#pragma unroll
+    for (int j = 0; j < PAST; ++j)
+      if (j >= PAST - depth) history[(j - PAST + depth) * channels] = past[j];
+    if (is_provisional)
+      for (int i = 0; i < length; ++i) log[i * channels] = row[static_cast<long long>(i) * channels];
+  }
+  const int noted = is_provisional ? length : 0, i = threadIdx.x;
+  if (i < noted) {
+    const long long to = (logged_at + i) * value_heads + head;
+    b_log[to] = b[place + i * value_heads], a_log[to] = a[place + i * value_heads];
+  }
+  if (threadIdx.x == 0 && sh.is_last_of_row) logged[slot] = noted;
+}
