@@ -33,3 +33,21 @@ def test_http_stream(smollm2: Path) -> None:
     result = json.loads(run("http_stream.py", *options))
     assert result["one_tok_s"] > 0
     assert result["joint_tok_s"] > 0
+
+
+@pytest.mark.slow
+def test_idle_streams(mini: Path) -> None:
+    model = str(mini / "llama/model-f16.gguf")
+    row = json.loads(run("idle_streams.py", "-m", model, "--streams", "40", "--seconds", "1",
+                         "--json"))  # fmt: skip
+    assert row["streams"] == 40
+    assert row["opened_mb"] < 100
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_schema_output(smollm2: Path) -> None:
+    options = ["-m", str(smollm2), "--tokens", "60", "--rounds", "1", "--json"]
+    row = json.loads(run("schema_output.py", *options))
+    assert row["free_tok_s"] > 0
+    assert row["bound_tok_s"] > 0
