@@ -25,6 +25,10 @@ from ..kernels.cuda.test_families import (  # noqa: F401
     test_route,
     test_streams,
 )
+from ..kernels.cuda.test_mixes import (  # noqa: F401
+    test_prompts_go_another_way,
+    test_streams_to_one,
+)
 from ..kernels.cuda.test_sparse import test_sparse_attention  # noqa: F401
 from ..workers.test_golden_families import (
     LLAMA_CPP_KL,
