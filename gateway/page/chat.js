@@ -2,14 +2,16 @@
 // for each of them. Nothing is drawn more than once an animation frame.
 import { announce } from "./announce.js";
 import { byId } from "./dom.js";
+import { followEnd } from "./follow.js";
 import { MessageView } from "./message.js";
 import { Run, requestMessages } from "./run.js";
 import { openSettings, sampling, systemPrompt } from "./settings.js";
 import { load, save } from "./store.js";
 
 const SAVE_MILLISECONDS = 2000; // while an answer comes
-const NEAR_END = 60; // pixels; whoever has scrolled up further is not moved
 const DRAWING_SHARE = 4; // drawing takes at most one part of so many of the time
+const DRAWN_AT_ONCE = 10; // messages, when a conversation is opened; the others follow in pieces
+const PIECE_MILLISECONDS = 8;
 const INTERRUPTED = "The page was closed before the answer was complete.";
 
 export class Chat {
@@ -17,6 +19,7 @@ export class Chat {
   #views = [];
   #runs = new Map(); // conversation id -> Run
   #isDue = false; // a frame has been asked for
+  #toEnd = followEnd(byId("scroll"), byId("messages"));
   #saved; // called with an id after a conversation was saved
 
   constructor(saved) {
@@ -142,19 +145,36 @@ export class Chat {
 
   // --- drawing --------------------------------------------------------------------------
 
+  /** Makes the views those of the messages; what is there already stays. */
   #show() {
     const { messages } = this.#conversation;
-    this.#views = messages.map((message) => new MessageView(message));
-    const run = this.#runs.get(this.id);
-    for (const [i, view] of this.#views.entries()) {
-      const isOver = Boolean(messages[i].finish) && messages[i] !== run?.message;
-      if (messages[i].role === "assistant") view.update({ isOver, progress: run?.progress });
-    }
-    byId("messages").replaceChildren(...this.#views.map((view) => view.element));
+    const isKept = (view, i) => view.message === messages[i];
+    const firstOther = this.#views.findIndex((view, i) => !isKept(view, i));
+    const numKept = firstOther < 0 ? this.#views.length : firstOther;
+    for (const view of this.#views.splice(numKept)) view.element.remove();
+    const added = messages.slice(numKept).map((message) => new MessageView(message));
+    this.#views.push(...added);
+    byId("messages").append(...added.map((view) => view.element));
     byId("empty").hidden = messages.length > 0;
     this.#setActions();
     this.#showBusy();
-    toEnd();
+    this.#drawUpwards(added, DRAWN_AT_ONCE);
+    this.#toEnd();
+  }
+
+  /** Draws the last so many of `views`, and later those before them, while they are shown. */
+  #drawUpwards(views, count) {
+    const run = this.#runs.get(this.id);
+    const began = performance.now();
+    let first = views.length;
+    for (; first > 0 && (count > 0 || performance.now() - began < PIECE_MILLISECONDS); count--) {
+      const { message } = views[--first];
+      const isOver = Boolean(message.finish) && message !== run?.message;
+      views[first].update({ isOver, progress: run?.progress });
+    }
+    const rest = views.slice(0, first);
+    const isShown = () => this.#views.includes(rest.at(-1));
+    if (rest.length) setTimeout(() => isShown() && this.#drawUpwards(rest, 0));
   }
 
   #draw() {
@@ -178,11 +198,9 @@ export class Chat {
   #drawn = 0; // size of the message when it was drawn
 
   #paint(run) {
-    const wasNearEnd = isNearEnd();
     const { isOver, progress } = run;
     this.#drawn = sizeOf(run.message);
     this.#views.at(-1)?.update({ isOver, progress, aloud: true });
-    if (wasNearEnd) toEnd();
   }
 
   #setActions() {
@@ -251,14 +269,4 @@ function titleOf(text) {
 function sizeOf({ content, reasoning = "", calls = [] }) {
   const ofCalls = calls.reduce((sum, call) => sum + call.arguments.length, 0);
   return content.length + reasoning.length + ofCalls;
-}
-
-function isNearEnd() {
-  const { scrollHeight, scrollTop, clientHeight } = byId("scroll");
-  return scrollHeight - scrollTop - clientHeight < NEAR_END;
-}
-
-function toEnd() {
-  const area = byId("scroll");
-  area.scrollTop = area.scrollHeight;
 }

@@ -11,15 +11,13 @@ const FINISHES = {
 };
 
 export class MessageView {
-  #message;
-  #actions;
+  message;
+  #actions = {}; // {retry(), edit(text)}; those that are missing have no button
   #parts = {};
   #markdown;
 
-  /** actions: {retry(), edit(text)}; those that are missing have no button. */
-  constructor(message, actions = {}) {
-    this.#message = message;
-    this.#actions = actions;
+  constructor(message) {
+    this.message = message;
     const isUser = message.role === "user";
     this.element = el("li", { class: `message ${isUser ? "user" : "assistant"}` });
     this.element.append(el("h2", {}, isUser ? "You" : "Answer"));
@@ -29,7 +27,8 @@ export class MessageView {
 
   /** Draws an answer as it is now; progress: of its prompt; aloud: new paragraphs are said. */
   update({ isOver = true, progress = null, aloud = false } = {}) {
-    const { content, reasoning, calls, error, finish } = this.#message;
+    if (this.message.role === "user") return; // drawn when it was made
+    const { content, reasoning, calls, error, finish } = this.message;
     const parts = this.#parts;
     this.element.setAttribute("aria-busy", String(!isOver));
     showReasoning(parts.reasoning, reasoning, !isOver && !content);
@@ -42,14 +41,15 @@ export class MessageView {
     if (isOver) this.#finish();
   }
 
-  /** Which buttons there are: those of the last messages have more. */
+  /** The last messages have some. */
   setActions(actions) {
+    const isSame = ["retry", "edit"].every((name) => !actions[name] === !this.#actions[name]);
     this.#actions = actions;
-    this.#showButtons();
+    if (!isSame) this.#showButtons();
   }
 
   #showUser() {
-    this.#parts.content = el("div", { class: "content" }, this.#message.content);
+    this.#parts.content = el("div", { class: "content" }, this.message.content);
     this.#parts.buttons = el("div", { class: "buttons" });
     this.element.append(this.#parts.content, this.#parts.buttons);
     this.#showButtons();
@@ -71,13 +71,13 @@ export class MessageView {
   }
 
   #finish() {
-    showText(this.#parts.stats, statsText(this.#message.timings));
+    showText(this.#parts.stats, statsText(this.message.timings));
     this.#showButtons();
   }
 
   #showButtons() {
     const { retry, edit } = this.#actions;
-    const { content, error } = this.#message;
+    const { content, error } = this.message;
     const shown = [];
     if (content) {
       const label = { "aria-label": "Copy the message" };
@@ -91,7 +91,7 @@ export class MessageView {
 
   #edit(edit) {
     const area = el("textarea", { "aria-label": "Your message", rows: 4 });
-    area.value = this.#message.content;
+    area.value = this.message.content;
     const cancel = () => {
       form.replaceWith(this.#parts.content);
       this.#parts.buttons.hidden = false;

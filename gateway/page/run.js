@@ -59,7 +59,7 @@ function joinCall(calls, part) {
   call.arguments += part.function?.arguments ?? "";
 }
 
-/** The messages of a request: what people and models said, without what the page notes beside it. */
+/** The messages of a request: what was said, without what the page notes beside it. */
 export function requestMessages(system, messages) {
   const asked = system.trim() ? [{ role: "system", content: system }] : [];
   for (const message of messages) {

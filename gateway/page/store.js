@@ -1,40 +1,37 @@
 // Conversations, kept in this browser's IndexedDB; in memory alone where it has none for us.
-// Other tabs are told, so that their lists stay true.
+// Their titles lie apart, so that the list needs not read what was said. Other tabs are told.
 
-const STORE = "conversations";
-const memory = new Map();
+const WHOLE = "conversations";
+const TITLES = "titles"; // {id, title, changed}
+const memory = { [WHOLE]: new Map(), [TITLES]: new Map() };
 const tabs = new BroadcastChannel("voltapile");
 let opening;
 
-/** What the list shows, the newest first: {id, title, changed}. */
+/** What the list shows, the newest first. */
 export async function listed() {
-  const all = await everything();
-  const rows = all.map(({ id, title, changed }) => ({ id, title, changed }));
+  const rows = await all(TITLES);
   return rows.sort((a, b) => b.changed - a.changed);
 }
 
-export async function everything() {
-  const store = await database("readonly");
-  return store ? done(store.getAll()) : [...memory.values()].map((each) => structuredClone(each));
+export function everything() {
+  return all(WHOLE);
 }
 
 export async function load(id) {
-  const store = await database("readonly");
-  return store ? done(store.get(id)) : structuredClone(memory.get(id));
+  const found = await database();
+  if (found) return done(found.transaction(WHOLE).objectStore(WHOLE).get(id));
+  return structuredClone(memory[WHOLE].get(id));
 }
 
 export async function save(conversation) {
   conversation.changed = Date.now();
-  const store = await database("readwrite");
-  if (store) await done(store.put(conversation));
-  else memory.set(conversation.id, structuredClone(conversation));
-  tabs.postMessage(conversation.id);
+  const { id, title, changed } = conversation;
+  await change((store, name) => store.put(name === WHOLE ? conversation : { id, title, changed }));
+  tabs.postMessage(id);
 }
 
 export async function remove(id) {
-  const store = await database("readwrite");
-  if (store) await done(store.delete(id));
-  else memory.delete(id);
+  await change((store) => store.delete(id));
   tabs.postMessage(id);
 }
 
@@ -43,15 +40,41 @@ export function onOtherTab(tell) {
   tabs.onmessage = (event) => tell(event.data);
 }
 
-async function database(mode) {
-  opening ??= open().catch(() => null);
-  const found = await opening;
-  return found && found.transaction(STORE, mode).objectStore(STORE);
+async function all(name) {
+  const found = await database();
+  if (found) return done(found.transaction(name).objectStore(name).getAll());
+  return [...memory[name].values()].map((each) => structuredClone(each));
 }
 
-function open() {
+/** `write(store, name)` to both, at once. */
+async function change(write) {
+  const found = await database();
+  if (!found) return [WHOLE, TITLES].forEach((name) => write(inMemory(memory[name]), name));
+  const transaction = found.transaction([WHOLE, TITLES], "readwrite");
+  for (const name of [WHOLE, TITLES]) write(transaction.objectStore(name), name);
+  return new Promise((resolve, reject) => {
+    transaction.oncomplete = () => resolve();
+    transaction.onabort = () => reject(transaction.error);
+  });
+}
+
+function inMemory(map) {
+  return {
+    put: (value) => map.set(value.id, structuredClone(value)),
+    delete: (id) => map.delete(id),
+  };
+}
+
+function database() {
+  opening ??= open().catch(() => null);
+  return opening;
+}
+
+async function open() {
   const request = indexedDB.open("voltapile", 1);
-  request.onupgradeneeded = () => request.result.createObjectStore(STORE, { keyPath: "id" });
+  request.onupgradeneeded = () => {
+    for (const name of [WHOLE, TITLES]) request.result.createObjectStore(name, { keyPath: "id" });
+  };
   return done(request);
 }
 

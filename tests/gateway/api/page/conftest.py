@@ -60,7 +60,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of the browser's protocol."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        pytest.skip("no Chromium is here; Debian's package is chromium")
+        pytest.skip("no Chromium is here (Debian's package is chromium)")
     folder = tmp_path_factory.mktemp("chromium")
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # it refuses to run as root with one
     command = [path, *OPTIONS, *sandbox, f"--user-data-dir={folder}", "about:blank"]
@@ -78,7 +78,10 @@ def _listens(process: subprocess.Popen[bytes], file: Path) -> list[str]:
         if file.exists() and len(lines := file.read_text().split()) == 2:
             return lines
         time.sleep(0.02)
-    pytest.fail(f"Chromium does not listen (exit status {process.poll()})")
+    why = f"Chromium does not start (exit status {process.poll()})"
+    if "CI" in os.environ:
+        pytest.fail(why)
+    pytest.skip(why)  # Ubuntu's chromium-browser is a note about another package
 
 
 class Tab:

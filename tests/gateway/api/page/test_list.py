@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ANSWER = ".assistant .content"
 TITLES = "[...document.querySelectorAll('#conversations a')].map((each) => each.innerText)"
 
@@ -75,6 +79,7 @@ async def test_export(tab, engine):
     await talk(tab, "What?")
     await tab.js("URL.createObjectURL = (blob) => { window.exported = blob.text(); return '#x' }")
     await tab.click("#export")
+    await tab.until("window.exported")
     content = json.loads(await tab.js("window.exported"))
     [conversation] = content["conversations"]
     said = [(each["role"], each["content"]) for each in conversation["messages"]]
@@ -95,13 +100,46 @@ async def test_a_page_that_was_closed_too_early(tab, engine):
 async def test_another_tab_is_heard(tab):
     """Its storage, and what it says when it has saved."""
     other = "new BroadcastChannel('voltapile')"
-    saved = "{id: 'ab', title: 'Elsewhere', created: 1, messages: []}"
+    saved = "{id: 'ab', title: 'Elsewhere', changed: 1}"
     await tab.js(
         "new Promise((done) => { const open = indexedDB.open('voltapile', 1);"
         "open.onsuccess = () => { const put = open.result"
-        f".transaction('conversations', 'readwrite').objectStore('conversations').put({saved});"
+        f".transaction('titles', 'readwrite').objectStore('titles').put({saved});"
         "put.onsuccess = done; } }).then(() => 1)"
     )
     assert await tab.js(TITLES) == []
     await tab.js(f"{other}.postMessage('ab')")
     await tab.until(f"{TITLES}.join() === 'Elsewhere'")
+
+
+async def test_a_long_conversation_is_drawn_from_its_end(tab):
+    await tab.js("""
+        (async () => {
+            const { save } = await import("/page/store.js");
+            const text = "# Title\\n\\ntext ".repeat(20);
+            const said = (i) => [
+                { role: "user", content: `Question ${i}` },
+                { role: "assistant", content: text, finish: "stop" },
+            ];
+            const messages = Array.from({ length: 200 }, (_, i) => said(i)).flat();
+            await save({ id: "long", title: "Long", created: 1, messages });
+            window.atFirst = new Promise((done) => new MutationObserver(() => {
+                const answers = [...document.querySelectorAll(".assistant")];
+                done(answers.map((each) => !!each.querySelector("h3")));
+            }).observe(document.getElementById("messages"), { childList: true }));
+            location.hash = "#c/long";
+        })()
+    """)
+    drawn = await tab.js("window.atFirst")
+    assert len(drawn) == 200
+    assert drawn[-1]
+    await tab.until("[...document.querySelectorAll('.assistant')].every((m) => m.innerHTML"
+                    ".includes('<h3>'))")  # fmt: skip
+    scroll = "document.getElementById('scroll')"
+    await tab.until(f"{scroll}.scrollHeight - {scroll}.scrollTop - {scroll}.clientHeight < 60")
+    first = await tab.js("document.querySelector('.user') === (window.first ??= "
+                         "document.querySelector('.user'))")  # fmt: skip
+    assert first
+    await tab.say("And now?")
+    await tab.until("document.querySelectorAll('.message').length === 402")
+    assert await tab.js("document.querySelector('.user') === window.first")  # not made again

@@ -6,6 +6,8 @@ from voltapile.gateway.engine import EngineStats, Health
 from voltapile.topology.plan import Placement, RankPlan
 from voltapile.topology.share import Share
 
+pytestmark = pytest.mark.slow
+
 SHARE = Share(layers=[0, 1], heads=(0, 1), kv_heads=(0, 1), head_map=[0], ffn=(0, 1), vocab=(0, 1))
 VIEW = "document.getElementById('status').innerText"
 
