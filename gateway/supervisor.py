@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import signal
 import socket as socketlib
 import sys
@@ -29,6 +30,7 @@ from voltapile.topology.plan import Plan, to_json
 LAST_WORDS = 20  # lines of standard error kept for the reason
 NEWS = " INFO "  # in a line of the worker's log that explains nothing
 RENEW_SECONDS = 1.0  # age of a heartbeat that may be on an old Board
+LOOK_SECONDS = 5.0  # between two looks at whether memory ran out
 ASK_SECONDS, TERM_SECONDS = 1.0, 0.8  # together with SIGKILL well under three seconds
 
 
@@ -232,7 +234,12 @@ class Supervisor:
         """Wait until one process has ended, end the others, and say why."""
         waits = [asyncio.create_task(process.wait()) for process in self._processes]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            done: set[asyncio.Task[int]] = set()
+            while not done:
+                before = oom_kills()
+                done, _ = await asyncio.wait(
+                    waits, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
         finally:
             for wait in waits:
                 wait.cancel()
@@ -242,10 +249,13 @@ class Supervisor:
         # One that a signal has ended, or that was told to end, is the cause of others' ends.
         first = min(ended, key=lambda rank: (codes[rank] or 0) > 0)
         who, words = worker_name(first, len(codes)), self._words[first]
-        self.was_killed = codes[first] in (-signal.SIGKILL, -signal.SIGTERM, 0)
+        # The kernel's kill is no person's: whatever took the memory would take it again.
+        is_starved = codes[first] == -signal.SIGKILL and oom_kills() > before
+        self.was_killed = not is_starved and codes[first] in (-signal.SIGKILL, -signal.SIGTERM, 0)
         self.kill()
         await self._reap()
-        return _reason(who, codes[first] or 0, words)
+        reason = _reason(who, codes[first] or 0, words)
+        return f"{reason} (the kernel had run out of memory)" if is_starved else reason
 
     def kill(self) -> None:
         """End all at once, whatever they do; also stopped ones."""
@@ -319,6 +329,28 @@ def _pass_on(text: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError):  # nobody reads ours: the worker's is read all the same
             sys.stderr.write(text + "\n")
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has ended for want of memory, here and in all; 0: unknown."""
+    return sum(_counted(path) for path in (Path("/proc/vmstat"), *_memory_events()))
+
+
+def _memory_events() -> list[Path]:
+    """Of our control group, where a container's own count is."""
+    try:
+        line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
+    except (OSError, IndexError):
+        return []
+    return [Path("/sys/fs/cgroup") / line.partition("::")[2].lstrip("/") / "memory.events"]
+
+
+def _counted(path: Path) -> int:
+    try:
+        found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def worker_name(rank: int, ranks: int) -> str:

@@ -205,7 +205,8 @@ class Worker:
         self.connected_at = time.monotonic()  # a patience that begins now
         self.board.publish(self.rank, "ready", "ready", 1.0)
         self.notifier.ready("ready")
-        self.log = resources.enter_context(self.record.open("ab")) if self.record else None
+        mode = "ab" if self.is_spawned else "wb"  # a supervisor's goes on with its forerunner's
+        self.log = resources.enter_context(self.record.open(mode)) if self.record else None
         self._note(self._ready())
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)

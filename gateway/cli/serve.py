@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         args.model = str(demo.fetch(demo.default_directory()))
     plan = make_plan(args, private_endpoint())
     if args.record:
-        args.record.write_bytes(b"")  # workers append, so that a restart loses nothing
+        args.record.open("ab").close()  # what cannot be written is told before loading
     return run_loop(Server(plan, args, starts_workers=True).run())
 
 
@@ -167,6 +167,8 @@ class Server:
             app = self._app(engine)
             url = await stack.enter_async_context(listening(app, self.args.host, self.args.port))
             self._say(f"{self._summary()}\n{url} listens; the model is loading")
+            if self.starts_workers and self.args.record:
+                self.args.record.write_bytes(b"")  # workers append: a restart loses nothing
             await stack.enter_async_context(engine)
             notifier.ready(f"{url} listens")
             await self._report(engine, url)

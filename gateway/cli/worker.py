@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.rank < len(plan.ranks):
         raise ValueError(f"--rank {args.rank}: the plan has {len(plan.ranks)} rank(s)")
     if args.record:
-        args.record.write_bytes(b"")
+        args.record.open("ab").close()  # the worker empties it, once it is not refused
     status = {"status_port": args.status_port, "notify": args.notify}
     return Worker(plan, args.rank, args.connect, args.record, **status).run()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from voltapile.gateway import supervisor as supervisor_module
 from voltapile.gateway.supervisor import (
     Pulse,
     Restarts,
@@ -72,6 +73,21 @@ async def test_why_a_child_ended(code: str, reason: str) -> None:
     assert await supervisor.wait() == reason
     assert supervisor.was_killed == ("SIGKILL" in reason or "code 0" in reason)
     assert supervisor.pids == []
+
+
+async def test_a_kill_for_want_of_memory_is_no_persons(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([3, 4])
+    monkeypatch.setattr(supervisor_module, "oom_kills", lambda: next(counts))
+    supervisor = Supervisor([child("import os; os.kill(os.getpid(), 9)")])
+    await supervisor.start()
+    reason = await supervisor.wait()
+    assert reason == "the worker was ended by SIGKILL (the kernel had run out of memory)"
+    assert not supervisor.was_killed
+
+
+def test_kills_for_want_of_memory_are_counted() -> None:
+    assert supervisor_module.oom_kills() >= 0
+    assert supervisor_module._counted(Path("/proc/none")) == 0
 
 
 async def test_when_one_ends_all_do_and_can_start_again() -> None:

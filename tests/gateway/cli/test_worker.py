@@ -40,6 +40,19 @@ def test_a_plan_or_the_options_of_one(
     assert not by_plan.is_spawned
 
 
+def test_a_log_stays_until_a_worker_has_begun(
+    mini: Path, tmp_path: Path, started: list[process.Worker]
+) -> None:
+    """It may be another worker's, which refuses this one."""
+    log = tmp_path / "log"
+    log.write_bytes(b"steps")
+    argv = ["worker", "-m", str(mini / "llama/model-f16.gguf"), "--record", str(log)]
+    assert main.main(argv) == 0
+    assert log.read_bytes() == b"steps"
+    assert started[0].record == log
+    assert main.main([*argv[:-1], str(tmp_path / "none" / "log")]) == 1
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
