@@ -109,27 +109,31 @@ export class Chat {
     this.#show();
     byId("text").focus();
     announce("Waiting for the answer.");
-    await this.#save(run);
+    const isWanted = () => this.#runs.get(conversation.id) === run; // it was not removed
+    this.#keep(conversation);
     let savedAt = Date.now();
     const status = await run.read(body, () => {
       this.#draw();
-      if (Date.now() - savedAt < SAVE_MILLISECONDS) return;
+      if (!isWanted() || Date.now() - savedAt < SAVE_MILLISECONDS) return;
       savedAt = Date.now();
-      this.#save(run);
+      this.#keep(conversation);
     });
-    await this.#save(run);
-    if (this.#runs.get(conversation.id) === run) this.#runs.delete(conversation.id);
+    if (!isWanted()) return;
+    this.#runs.delete(conversation.id);
+    this.#keep(conversation);
     this.#finish(run, status);
   }
 
-  async #save({ conversation }) {
-    if (!this.#runs.has(conversation.id)) return; // it was removed meanwhile
+  async #keep(conversation) {
+    let trouble = "";
     try {
-      await save(conversation);
+      const isKept = await save(conversation);
+      if (!isKept) trouble = "This browser keeps no conversations: they end with this tab.";
       this.#saved(conversation.id);
     } catch (error) {
-      announce(`The conversation cannot be kept: ${error.message}`);
+      trouble = `The conversation cannot be kept: ${error.message}`;
     }
+    byId("trouble").textContent = trouble;
   }
 
   #finish(run, status) {

@@ -23,11 +23,13 @@ export async function load(id) {
   return structuredClone(memory[WHOLE].get(id));
 }
 
+/** False: it is kept until the tab is closed. */
 export async function save(conversation) {
   conversation.changed = Date.now();
   const { id, title, changed } = conversation;
   await change((store, name) => store.put(name === WHOLE ? conversation : { id, title, changed }));
   tabs.postMessage(id);
+  return Boolean(await database());
 }
 
 export async function remove(id) {

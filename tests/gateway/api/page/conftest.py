@@ -174,9 +174,12 @@ class Tab:
         await self.press("Enter")
 
     async def answered(self, count: int = 1) -> None:
-        """Until `count` answers are complete."""
+        """Until `count` answers are complete, and another question may be asked."""
         done = ".message.assistant[aria-busy=false]"
-        await self.until(f"document.querySelectorAll('{done}').length === {count}")
+        await self.until(
+            f"document.querySelectorAll('{done}').length === {count}"
+            " && !document.getElementById('send').hidden"
+        )
 
     async def picture(self, path: Path) -> None:
         shot = await self.send("Page.captureScreenshot", format="png")

@@ -41,6 +41,7 @@ async def test_everything_has_a_name(tab, engine):
     engine.say("A [link](https://example.com).\n\n```sh\nls\n```\n\n|a|\n|-|\n|b|")
     await tab.say("What?")
     await tab.answered()
+    await tab.until("document.querySelector('.delete')")
     tree = (await tab.send("Accessibility.getFullAXTree"))["nodes"]
     roles = {"button", "link", "textbox", "combobox", "listbox", "region", "navigation", "heading"}
     shown = [node for node in tree if not node["ignored"] and node["role"]["value"] in roles]

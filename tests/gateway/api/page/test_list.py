@@ -97,6 +97,21 @@ async def test_a_page_that_was_closed_too_early(tab, engine):
     await tab.until(f"document.querySelector('{ANSWER}')?.innerText === 'Whole.'")
 
 
+async def test_a_browser_that_keeps_nothing(tab, engine, client):
+    await tab.send("Page.addScriptToEvaluateOnNewDocument", source="""
+        IDBFactory.prototype.open = () => { throw new DOMException("no", "SecurityError"); };
+    """)  # fmt: skip
+    await tab.send("Page.reload")
+    await tab.until("document.title.includes('tiny/model')")
+    engine.say("To one.")
+    await talk(tab, "One")
+    await tab.until("document.getElementById('trouble').innerText.includes('keeps no conv')")
+    await tab.click("#new")
+    await talk(tab, "Two")
+    await tab.click("#conversations li:last-child a")
+    await tab.until(f"document.querySelector('{ANSWER}')?.innerText === 'To one.'")
+
+
 async def test_another_tab_is_heard(tab):
     """Its storage, and what it says when it has saved."""
     other = "new BroadcastChannel('voltapile')"
