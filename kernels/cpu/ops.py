@@ -322,6 +322,20 @@ class CpuOps(CpuCollectives):
         window: int = 0,
         softcap: float = 0.0,
     ) -> np.ndarray:
+        return self._attend(q, cache, batch, group, head_map, scale, window, softcap, None)
+
+    def _attend(
+        self,
+        q: np.ndarray,
+        cache: CpuKv,
+        batch: Batch,
+        group: int,
+        head_map: Sequence[int],
+        scale: float,
+        window: int,
+        softcap: float,
+        weights: np.ndarray | None,
+    ) -> np.ndarray:
         tokens, heads = len(batch.slots), len(head_map)
         assert q.size == tokens * heads * cache.key_dim, (q.shape, tokens, heads)
         out = self._scratch.array((tokens, heads * cache.value_dim))
@@ -336,6 +350,7 @@ class CpuOps(CpuCollectives):
             scale,
             window,
             softcap,
+            weights,
         )
         return out
 

@@ -254,25 +254,44 @@ class ReferenceOps(ReferenceCollectives):
         window: int = 0,
         softcap: float = 0.0,
     ) -> Array:
+        return self.attend(q, cache, batch, group, head_map, scale, window, softcap)[0]
+
+    def attend(
+        self,
+        q: np.ndarray,
+        cache: PagedKV,
+        batch: Batch,
+        group: int,
+        head_map: Sequence[int],
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> tuple[Array, Array]:
+        """attention, and log(sum(exp(score))) of each head; zeros and -inf for who sees nothing."""
         heads, key_dim, value_dim = len(head_map), cache.keys.shape[3], cache.values.shape[3]
         queries = q.reshape(len(q), heads, key_dim)
         out = np.zeros((len(q), heads, value_dim), np.float32)
+        weights = np.full((len(q), heads), -np.inf, np.float32)
         for start, stop in rows_of(batch.slots):
             positions = batch.positions[start:stop]
             table = batch.pages[group][batch.slots[start]]
             first = max(0, int(positions.min()) - window + 1) if window else 0
-            keys, values = _read(cache, table, first, int(positions.max()) + 1)
+            keys, values = _read(cache, table, first, max(1, int(positions.max()) + 1))
             seen = np.arange(first, first + len(keys))
             visible = seen <= positions[:, None]
             if window:
                 visible &= positions[:, None] - seen < window
+            some = visible.any(axis=1)
+            visible = visible[some]
             for h, kv in enumerate(head_map):
-                scores = queries[start:stop, h] @ keys[:, kv].T * np.float32(scale)
+                scores = queries[start:stop, h][some] @ keys[:, kv].T * np.float32(scale)
                 if softcap:
                     scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
                 scores = np.where(visible, scores, np.float32(-np.inf))
-                out[start:stop, h] = softmax(scores) @ values[:, kv]
-        return out.reshape(len(q), heads * value_dim)
+                out[start:stop, h][some] = softmax(scores) @ values[:, kv]
+                top = scores.max(axis=1)
+                weights[start:stop, h][some] = top + np.log(np.exp(scores - top[:, None]).sum(1))
+        return out.reshape(len(q), heads * value_dim), weights
 
     def gather(self, x: np.ndarray, index: np.ndarray) -> Array:
         return x[index]

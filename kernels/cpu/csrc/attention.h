@@ -189,7 +189,12 @@ inline void write_item(const AttentionArgs& args, const Shape& shape, const Item
     const std::int64_t head = item.group.heads[r % item.group.count];
     float* out = args.out + (token * args.heads + head) * dim;
     const float* acc = node + 2 * shape.max_rows + r * shape.acc_pitch;
-    const float scale = 1.0f / node[shape.max_rows + r];
+    const float sum = node[shape.max_rows + r];
+    const bool sees_nothing = args.at.positions[token] < 0;
+    const float scale = sees_nothing ? 0.0f : 1.0f / sum;
+    if (args.weights)
+      args.weights[token * args.heads + head] =
+          sees_nothing ? -__builtin_inff() : node[r] + __builtin_logf(sum);
     for (std::int64_t d = 0; d < dim; ++d) out[d] = acc[d] * scale;
   }
 }

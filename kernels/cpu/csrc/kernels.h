@@ -70,6 +70,7 @@ struct HeadGroup {
 struct AttentionArgs {
   const float* q;  // [tokens, heads, key_dim]
   float* out;      // [tokens, heads, value_dim]
+  float* weights;  // [tokens, heads] log(sum(exp(score))), or null
   KvLayout cache;
   Places at;
   const HeadGroup* groups;

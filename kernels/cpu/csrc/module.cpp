@@ -155,10 +155,11 @@ void store_kv(Engine& engine, nb::object cache, Floats k, Floats v, Ints slots, 
 
 void attention(Engine& engine, Floats q, FloatsOut out, nb::object cache, Ints slots,
                Ints positions, Ints table, const std::vector<std::int32_t>& head_map, float scale,
-               std::int64_t window, float softcap) {
+               std::int64_t window, float softcap, std::optional<FloatsOut> weights) {
   AttentionArgs args{};
   args.q = q.data();
   args.out = out.data();
+  args.weights = weights ? weights->data() : nullptr;
   args.cache = nb::cast<CacheObject&>(cache).layout;
   args.at = places(slots, positions, table);
   args.heads = static_cast<std::int64_t>(head_map.size());
@@ -166,7 +167,7 @@ void attention(Engine& engine, Floats q, FloatsOut out, nb::object cache, Ints s
   args.softcap = softcap;
   args.window = window;
   engine.submit(make_attention(args, head_map, Pool::kLocalBytes), q, out, cache, slots, positions,
-                table);
+                table, weights);
 }
 
 // out row i = row index[i] of x; without an index all rows.
@@ -256,7 +257,8 @@ NB_MODULE(_cpu, m) {
       .def("store_kv", store_kv, "cache"_a, same("k"), same("v"), same("slots"),
            same("positions"), same("table"))
       .def("attention", attention, same("q"), same("out"), "cache"_a, same("slots"),
-           same("positions"), same("table"), "head_map"_a, "scale"_a, "window"_a, "softcap"_a)
+           same("positions"), same("table"), "head_map"_a, "scale"_a, "window"_a, "softcap"_a,
+           maybe("weights"))
       .def("gather", gather, same("x"), maybe("index"), same("out"), "cols"_a)
       .def("embed", embed, "table"_a, same("tokens"), same("out"), "scale"_a)
       .def("linears", linears, same("x"), "tokens"_a, "matrices"_a, same("biases"), same("outs"),

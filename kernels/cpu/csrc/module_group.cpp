@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "positions.h"
 #include "python_engine.h"
 
 using namespace nanobind::literals;
@@ -73,6 +74,32 @@ void place(Engine& engine, Floats x, FloatsOut out, std::int64_t offset) {
                 x, out);
 }
 
+void take(Engine& engine, Floats x, FloatsOut out, std::int64_t offset) {
+  const auto size = [](const auto& array, int axis) {
+    return static_cast<std::int64_t>(array.shape(axis));
+  };
+  engine.submit(
+      make_take({x.data(), out.data(), size(x, 0), size(x, 1), size(out, 1), offset}), x, out);
+}
+
+void keep(Engine& engine, Ints positions, Ints slots, IntsOut seen, IntsOut stored,
+          IntsOut stored_slots, std::int64_t part, std::int64_t parts, std::int64_t run,
+          std::int32_t padding) {
+  engine.submit(make_keep({positions.data(), slots.data(), seen.data(), stored.data(),
+                           stored_slots.data(), static_cast<std::int64_t>(positions.size()), part,
+                           parts, run, padding}),
+                positions, slots, seen, stored, stored_slots);
+}
+
+void weigh(Engine& engine, FloatsOut o, Floats weights, Floats all_weights) {
+  const std::int64_t tokens = static_cast<std::int64_t>(weights.shape(0));
+  const std::int64_t heads = static_cast<std::int64_t>(weights.shape(1));
+  const std::int64_t dim = static_cast<std::int64_t>(o.shape(1)) / heads;
+  const std::int64_t parts = static_cast<std::int64_t>(all_weights.shape(1)) / heads;
+  engine.submit(make_weigh({o.data(), weights.data(), all_weights.data(), tokens, heads, dim, parts}),
+                o, weights, all_weights);
+}
+
 }  // namespace
 
 GroupObject::GroupObject(BytesOut memory, int rank, int ranks, std::int64_t room, double seconds,
@@ -97,7 +124,11 @@ void bind_group(nb::module_& m, nb::class_<Engine>& engine) {
       .def("broadcast", broadcast, same("data"), "source"_a)
       .def("send", send, same("x"), "target"_a)
       .def("receive", receive, same("x"), "source"_a)
-      .def("place", place, same("x"), same("out"), "offset"_a);
+      .def("place", place, same("x"), same("out"), "offset"_a)
+      .def("take", take, same("x"), same("out"), "offset"_a)
+      .def("keep", keep, same("positions"), same("slots"), same("seen"), same("stored"),
+           same("stored_slots"), "part"_a, "parts"_a, "run"_a, "padding"_a)
+      .def("weigh", weigh, same("o"), same("weights"), same("all_weights"));
 }
 
 }  // namespace voltapile
