@@ -82,6 +82,17 @@ class MixWeights:
     inject: Weight | None
 
 
+@dataclass(frozen=True)
+class SharedExpert:
+    """The one that every token takes: gate, up [F, D] and down [D, F]; router [D], if there is
+    one, makes the factor of its inner values."""
+
+    gate: Weight
+    up: Weight
+    down: Weight
+    router: Weight | None
+
+
 class FamilyOps(Ops, Protocol):
     # --- experts --------------------------------------------------------------------------
     def expert_table(self, gate: Weight, up: Weight, down: Weight, first: int) -> Any:
@@ -104,10 +115,15 @@ class FamilyOps(Ops, Protocol):
         row 1 by generated ones. is_rounded: x is rounded to BF16 first."""
 
     def experts(
-        self, x: Array, routing: tuple[Array, Array], table: Any, add_to: Array | None = None
+        self,
+        x: Array,
+        routing: tuple[Array, Array],
+        table: Any,
+        add_to: Array | None = None,
+        shared: SharedExpert | None = None,
     ) -> Array:
         """[T, D]: sum of weight * down(silu(gate x) * up x) over a token's experts that lie in
-        table, in the order of routing. add_to: accumulate there and return it."""
+        table, in the order of routing, and of `shared`. add_to: accumulate there and return it."""
 
     def gate_rows_(self, y: Array, x: Array, weight: Weight) -> Array:
         """y [T, N] *= sigmoid(x [T, D] . weight [D]), one factor for each row."""
@@ -236,6 +252,15 @@ class FamilyOps(Ops, Protocol):
         """Copy a slot's states, one behind another, into uint8 host memory."""
 
     def restore_states(self, states: Sequence[Any], slot: int, source: np.ndarray) -> None: ...
+
+
+def add_shared(ops: FamilyOps, x: Array, shared: SharedExpert, add_to: Array | None) -> Array:
+    """The shared expert alone, by other Ops."""
+    inner = ops.glu(x, shared.gate, shared.up, "silu")
+    if shared.router is not None:
+        ops.gate_rows_(inner, x, shared.router)
+    return ops.linear(inner, shared.down, add_to=add_to)
+
 
 
 def stream_in(

@@ -11,6 +11,7 @@ import numpy as np
 from voltapile.kernels.cpu import _cpu
 from voltapile.kernels.cpu.ops import CpuOps
 from voltapile.kernels.cpu.weights import flat, matrix_of
+from voltapile.kernels.families import SharedExpert, add_shared
 from voltapile.kernels.ops import Batch, Weight
 
 
@@ -63,6 +64,7 @@ class CpuExperts(CpuOps):
         routing: tuple[np.ndarray, np.ndarray],
         table: ExpertTable,
         add_to: np.ndarray | None = None,
+        shared: SharedExpert | None = None,
     ) -> np.ndarray:
         chosen, weights = routing
         count, ffn, width = table.gate.shape
@@ -86,7 +88,7 @@ class CpuExperts(CpuOps):
                 array((pairs, width)),
                 array((count + 1 + pairs + chosen.size,), np.int32),
             )
-        return out
+        return out if shared is None else add_shared(self, x, shared, out)
 
     def gate_rows_(self, y: np.ndarray, x: np.ndarray, weight: Weight) -> np.ndarray:
         factor = flat(weight)

@@ -6,22 +6,20 @@ there. Takes a Launcher and device arrays; knows neither cupy nor models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-from voltapile.kernels.cuda import expert_groups
+from voltapile.kernels.cuda import expert_groups, expert_stream, matmul
 from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
 from voltapile.kernels.cuda.states import TAP_KINDS, tap_kind
 
 MOST_USED = 32  # experts of a token
 MOST_EXPERTS = 1024  # of a layer
 MOST_PAIRS = 65535  # of a launch: a grid's limit on its second axis
-VRAM = 0  # a tier
 TICKETS = 8192  # of ROUTE: one for eight tokens
+ROUTED = 4  # experts of a block of ROUTE
 GATE, UP = 0, 1
-# csrc/expert_items.cuh: gate, up, down; tier and owner.
-PLACE = np.dtype([("matrices", np.uint64, 3), ("tier", np.int32), ("owner", np.int32)])
 
 
 def up_warps(name: str) -> int:
@@ -48,35 +46,9 @@ INSTANCES = [
     *EXPERT_UP.values(),
     *EXPERT_DOWN.values(),
     *expert_groups.INSTANCES,
+    *expert_stream.INSTANCES,
     *(BF16, ROUTE, CHOOSE, GATE_ROWS, GATE_VALUES, JOIN, SPLIT),
 ]
-
-
-@dataclass(eq=False)
-class ExpertTable:
-    """Experts `first` to first + count - 1 of a layer; places: PLACE of each, on the device."""
-
-    gate: CudaWeight
-    up: CudaWeight
-    down: CudaWeight
-    first: int
-    places: DeviceArray
-
-    @property
-    def count(self) -> int:
-        return self.gate.shape[0]
-
-
-def places_of(gate: CudaWeight, up: CudaWeight, down: CudaWeight) -> np.ndarray:
-    """Of experts that all lie in this GPU's memory."""
-    assert gate.shape == up.shape, (gate.shape, up.shape)
-    assert down.shape == (gate.shape[0], gate.shape[2], gate.shape[1]), (gate.shape, down.shape)
-    places = np.zeros(gate.shape[0], PLACE)
-    for part, weight in enumerate((gate, up, down)):
-        stride = weight.row_bytes * weight.shape[1]
-        places["matrices"][:, part] = weight.ptr + stride * np.arange(len(places), dtype=np.uint64)
-    places["tier"] = VRAM
-    return places
 
 
 def to_bf16(ops: Launcher, x: DeviceArray) -> DeviceArray:
@@ -112,7 +84,7 @@ def route(
             arrays = x, router, logits, chosen, weights, counts, tickets
             sizes = experts, used, tokens, generated, columns, int(is_rounded)
             ops.kernel(ROUTE)(
-                (_groups(experts, 8), _groups(tokens, 8)),
+                (_groups(experts, ROUTED), _groups(tokens, 8)),
                 256,
                 (*(each.ptr for each in arrays), tap_kind(router), *map(np.int32, sizes)),
             )
@@ -147,25 +119,58 @@ def experts(
     table: ExpertTable,
     add_to: DeviceArray | None = None,
     alone: int | None = None,
+    shared: Shared | None = None,
+    policy: Policy = EVERY_ROW_ALONE,
 ) -> DeviceArray:
-    """alone: so many first rows have the bits that they have alone; None: all."""
+    """alone: so many first rows have the bits that they have alone; None: all. policy: of the
+    shared expert's products with the others."""
     out = ops.scratch(x.shape) if add_to is None else add_to
     weights, adds = (table.gate, table.up, table.down), add_to is not None
     first = len(x) if alone is None else min(alone, len(x))
     if not expert_groups.fits(weights, len(x) - first):
         first = len(x)
-    step = MOST_PAIRS // routing[0].shape[1]
-    for start in range(0, first, step):
-        part = slice(start, min(first, start + step))
-        with ops.scope():
-            chosen, shares = (each[part] for each in routing)
-            inner = _inner(ops, x[part], chosen, table)
-            _down(ops, inner, (chosen, shares), table, out[part], adds)
+    if first:
+        own = routing[0][:first], routing[1][:first]
+        if expert_stream.fits(ops, table, shared, own[0].shape[1]):
+            expert_stream.experts(ops, x[:first], own, table, shared, out[:first], adds)
+        else:
+            _by_rows(ops, x[:first], own, table, out[:first], adds)
+            _add_shared(ops, x[:first], shared, out[:first], EVERY_ROW_ALONE)
     if first < len(x):
         rest = routing[0][first:], routing[1][first:]
         places = table.places, table.first
         expert_groups.experts(ops, x[first:], rest, weights, *places, out[first:], adds)
+        _add_shared(ops, x[first:], shared, out[first:], policy)
     return out
+
+
+def _add_shared(
+    ops: Launcher, x: DeviceArray, shared: Shared | None, out: DeviceArray, policy: Policy
+) -> None:
+    if shared is None:
+        return
+    with ops.scope():
+        inner = matmul.glu(ops, x, shared.gate, shared.up, "silu", policy=policy)
+        if shared.router is not None:
+            gate_rows_(ops, inner, x, shared.router)
+        matmul.linear(ops, inner, shared.down, add_to=out, policy=policy)
+
+
+def _by_rows(
+    ops: Launcher,
+    x: DeviceArray,
+    routing: tuple[DeviceArray, DeviceArray],
+    table: ExpertTable,
+    out: DeviceArray,
+    adds: bool,
+) -> None:
+    step = MOST_PAIRS // routing[0].shape[1]
+    for start in range(0, len(x), step):
+        part = slice(start, min(len(x), start + step))
+        with ops.scope():
+            chosen, shares = (each[part] for each in routing)
+            inner = _inner(ops, x[part], chosen, table)
+            _down(ops, inner, (chosen, shares), table, out[part], adds)
 
 
 def _inner(ops: Launcher, x: DeviceArray, chosen: DeviceArray, table: ExpertTable) -> DeviceArray:
@@ -199,7 +204,7 @@ def _up(
     ops.kernel(EXPERT_UP[weight.type_name])(
         (_groups(rows, 16 if is_glu else 32), chosen.size),
         32 * warps,
-        (*_table_args(table), chosen.ptr, x.ptr, out.ptr, *map(np.int32, numbers)),
+        (*table.args, chosen.ptr, x.ptr, out.ptr, *map(np.int32, numbers)),
         shared=shared,
     )
     return out
@@ -224,13 +229,9 @@ def _down(
     ops.kernel(EXPERT_DOWN[weight.type_name])(
         (_groups(rows, 16), tokens),
         32 * chunk.warps,
-        (*_table_args(table), *pointers, *map(np.int32, numbers)),
+        (*table.args, *pointers, *map(np.int32, numbers)),
         shared=chunk.warps * chunk.warp_bytes(1, ops.arch) + parts,
     )
-
-
-def _table_args(table: ExpertTable) -> tuple[int | np.int32, ...]:
-    return table.places.ptr, np.int32(table.count), np.int32(table.first)
 
 
 def gate_rows_(ops: Launcher, y: DeviceArray, x: DeviceArray, weight: CudaWeight) -> DeviceArray:

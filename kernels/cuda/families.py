@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 from voltapile.kernels.cuda import delta, experts, mixes, sparse, streams
+from voltapile.kernels.cuda.expert_table import ExpertTable, Shared, places_of
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
+from voltapile.kernels.cuda.matmul import Policy
 from voltapile.kernels.cuda.states import State
 from voltapile.kernels.families import (
     DeltaShape,
@@ -19,15 +21,20 @@ from voltapile.kernels.families import (
     MixWeights,
     NGramHash,
     NGramWeights,
+    SharedExpert,
     stream_in,
 )
 from voltapile.kernels.ops import Batch, Weight
 
 
 class Host(Launcher, Protocol):
-    """What the methods below need. tickets: uint32 [experts.TICKETS], zeros."""
+    """What the methods below need. tickets: uint32 [experts.TICKETS], zeros. prompt_policy: of
+    products with rows that rows_alone leaves."""
 
     tickets: DeviceArray
+
+    @property
+    def prompt_policy(self) -> Policy: ...
 
     def linear(self, x: DeviceArray, weight: Weight) -> DeviceArray: ...
 
@@ -48,9 +55,9 @@ class CudaFamilies:
     # --- experts ------------------------------------------------------------------------------
     def expert_table(
         self: Host, gate: Weight, up: Weight, down: Weight, first: int
-    ) -> experts.ExpertTable:
+    ) -> ExpertTable:
         own = _own(gate), _own(up), _own(down)
-        return experts.ExpertTable(*own, first, self.table(experts.places_of(*own)))
+        return ExpertTable(*own, first, self.table(places_of(*own)))
 
     def route(
         self: Host,
@@ -71,10 +78,16 @@ class CudaFamilies:
         self: Host,
         x: DeviceArray,
         routing: tuple[DeviceArray, DeviceArray],
-        table: experts.ExpertTable,
+        table: ExpertTable,
         add_to: DeviceArray | None = None,
+        shared: SharedExpert | None = None,
     ) -> DeviceArray:
-        return experts.experts(self, x, routing, table, add_to, self.rows_alone(x))
+        other = None
+        if shared is not None:
+            router = None if shared.router is None else _own(shared.router)
+            other = Shared(_own(shared.gate), _own(shared.up), _own(shared.down), router)
+        alone, policy = self.rows_alone(x), self.prompt_policy
+        return experts.experts(self, x, routing, table, add_to, alone, other, policy)
 
     def gate_rows_(self: Host, y: DeviceArray, x: DeviceArray, weight: Weight) -> DeviceArray:
         return experts.gate_rows_(self, y, x, _own(weight))

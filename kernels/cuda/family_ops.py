@@ -9,6 +9,7 @@ from voltapile.kernels.cuda import sparse
 from voltapile.kernels.cuda.experts import TICKETS
 from voltapile.kernels.cuda.families import CudaFamilies
 from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.cuda.matmul import Policy
 from voltapile.kernels.cuda.ops import CudaOps
 
 
@@ -24,6 +25,10 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
         ptr, owner = self._weights.take(raw.nbytes)
         self._uploader.send(ptr, raw)
         return DeviceArray(ptr, values.shape, values.dtype, owner)
+
+    @property
+    def prompt_policy(self) -> Policy:
+        return self._policy
 
     def rows_alone(self, x: DeviceArray) -> int | None:
         policy = self._policy_for(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from voltapile.kernels.families import SharedExpert, add_shared
 from voltapile.kernels.ops import Array, Batch, Weight
 from voltapile.kernels.reference.ops import ReferenceOps
 
@@ -47,6 +48,7 @@ class ReferenceExperts(ReferenceOps):
         routing: tuple[np.ndarray, np.ndarray],
         table: ExpertTable,
         add_to: np.ndarray | None = None,
+        shared: SharedExpert | None = None,
     ) -> Array:
         chosen, weights = routing
         gate, up, down = (self.dense(each) for each in (table.gate, table.up, table.down))
@@ -58,10 +60,10 @@ class ReferenceExperts(ReferenceOps):
                     rows = np.flatnonzero(chosen[:, rank] == expert)
                     inner = silu(x[rows] @ gate[local].T) * (x[rows] @ up[local].T)
                     y[rows] += weights[rows, rank, None] * (inner @ down[local].T)
-        if add_to is None:
-            return y
-        add_to += y
-        return add_to
+        if add_to is not None:
+            add_to += y
+            y = add_to
+        return y if shared is None else add_shared(self, x, shared, y)
 
     def gate_rows_(self, y: np.ndarray, x: np.ndarray, weight: Weight) -> Array:
         y *= sigmoid(x @ self.dense(weight).reshape(-1))[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import numpy as np
-from voltapile.kernels.families import FamilyOps
+from voltapile.kernels.families import FamilyOps, SharedExpert, add_shared
 from voltapile.kernels.ops import Array, Batch, Ops
 from voltapile.topology.share import Share
 from voltapile.topology.spec import Spec
@@ -31,10 +31,15 @@ class ExpertFFN:
             assert gate is not None
             assert up is not None
             self.table = self.ops.expert_table(gate, up, down, share.experts[0])
-        self.ffn_gate_inp_shexp = weights.optional(f"{blk}.ffn_gate_inp_shexp.weight")
-        self.ffn_gate_shexp = weights.optional(f"{blk}.ffn_gate_shexp.weight")
-        self.ffn_up_shexp = weights.optional(f"{blk}.ffn_up_shexp.weight")
-        self.ffn_down_shexp = weights.optional(f"{blk}.ffn_down_shexp.weight")
+        self.shared = None
+        gate_shexp = weights.optional(f"{blk}.ffn_gate_shexp.weight")
+        if gate_shexp is not None:
+            self.shared = SharedExpert(
+                gate_shexp,
+                weights(f"{blk}.ffn_up_shexp.weight"),
+                weights(f"{blk}.ffn_down_shexp.weight"),
+                weights.optional(f"{blk}.ffn_gate_inp_shexp.weight"),
+            )
 
     def __call__(self, h: Array, batch: Batch, add_to: Array | None = None) -> Array:
         routing = self.ops.route(
@@ -42,18 +47,9 @@ class ExpertFFN:
         )
         y = None if self.share.is_part else add_to
         if self.table is not None:
-            y = self.ops.experts(h, routing, self.table, y)
-        if self.ffn_gate_shexp is not None:
-            y = self._shared(h, y)
+            y = self.ops.experts(h, routing, self.table, y, self.shared)
+        elif self.shared is not None:
+            y = add_shared(self.ops, h, self.shared, y)
         if self.share.is_part:
             return self.ops.all_reduce(y, h.shape, add_to)
         return y
-
-    def _shared(self, h: Array, add_to: Array | None) -> Array:
-        assert self.ffn_gate_shexp is not None
-        assert self.ffn_up_shexp is not None
-        assert self.ffn_down_shexp is not None
-        inner = self.ops.glu(h, self.ffn_gate_shexp, self.ffn_up_shexp, "silu")
-        if self.ffn_gate_inp_shexp is not None:
-            self.ops.gate_rows_(inner, h, self.ffn_gate_inp_shexp)
-        return self.ops.linear(inner, self.ffn_down_shexp, add_to=add_to)

@@ -4,13 +4,17 @@
 using namespace voltapile;
 using u64 = unsigned long long;
 
-constexpr int HELD = 32;   // logits of a lane, most
-constexpr int AHEAD = 16;  // float4 of a router's row that a lane asks for at once
-constexpr unsigned TAKEN = 0xffffffffu;
+constexpr int PER_BLOCK = 4;  // experts of a block of `route`
+constexpr int SLOTS = 4;      // float4 of a router's row that a thread asks for at once
+constexpr int THREADS = 256;
 
-struct Larger {
-  __device__ u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
-};
+__device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
+#if VP_ARCH >= 800 && !defined(VP_EMULATION)
+  return __reduce_max_sync(ALL, x);
+#else
+  return warp_join(x, Max());
+#endif
+}
 
 // float32 to the nearest BF16, ties to even.
 __device__ __forceinline__ float rounded(float x, int is_rounded) {
@@ -26,17 +30,18 @@ extern "C" __global__ void round_to_bf16(const float* x, float* out, long long n
   if (i < n) out[i] = rounded(x[i], 1);
 }
 
-// A token's choice, by a warp. The largest shares, of equal ones the first expert.
-__device__ __forceinline__ void choose(const float* logits, int* chosen, float* weights,
-                                       u64* counts, int experts, int used) {
+// A token's choice, by a warp; a lane has HELD logits. The largest shares, of equal ones the first
+// expert.
+template <int HELD>
+__device__ __forceinline__ void choose_of(const float* logits, int* chosen, float* weights,
+                                          u64* counts, int experts, int used) {
   const int lane = threadIdx.x & 31;
   float shares[HELD], best = -3.4e38f, sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    const int at = 32 * i + lane;
-    shares[i] = at < experts ? __ldcg(logits + at) : -3.4e38f;
-    best = fmaxf(best, shares[i]);
-  }
+  for (int i = 0; i < HELD; ++i)
+    shares[i] = 32 * i + lane < experts ? __ldcg(logits + 32 * i + lane) : -3.4e38f;
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) best = fmaxf(best, shares[i]);
   best = warp_join(best, Max());
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
@@ -44,36 +49,50 @@ __device__ __forceinline__ void choose(const float* logits, int* chosen, float* 
     sum += shares[i];
   }
   sum = warp_join(sum, Add());
-  // Shares are not negative, so their bits are in their order; what is no number comes last.
+  // Shares are not negative, so their bits are in their order, and one is added: what is taken has
+  // nothing. What is no number comes last.
   unsigned bits[HELD];
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
     const float share = shares[i] / sum;
-    bits[i] = share >= 0.0f ? __float_as_uint(share) : 0u;
+    bits[i] = 32 * i + lane < experts ? 1u + (share >= 0.0f ? __float_as_uint(share) : 0u) : 0u;
   }
   float mine = 0.0f, all = 0.0f;
   for (int rank = 0; rank < used; ++rank) {
-    u64 key = 0;
+    unsigned own = 0;
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      const unsigned at = 32 * i + lane;
-      if (at < experts && bits[i] != TAKEN)
-        key = Larger()(key, static_cast<u64>(bits[i]) << 32 | (0xffffffffu - at));
-    }
-    key = warp_join(key, Larger());
-    const unsigned expert = 0xffffffffu - static_cast<unsigned>(key);
+    for (int i = 0; i < HELD; ++i) own = Max()(own, bits[i]);
+    const unsigned most = largest_of_warp(own);
+    // The first expert of those that have it; few lanes do.
+    unsigned at = 0xffffffffu;
+#pragma unroll
+    for (int i = HELD - 1; i >= 0; --i)
+      if (bits[i] == most) at = 32 * i + lane;
+    if (__popc(__ballot_sync(ALL, own == most)) > 1) at = ~largest_of_warp(~at);
 #pragma unroll
     for (int i = 0; i < HELD; ++i)
-      if (32 * i + lane == expert) bits[i] = TAKEN;
-    const float share = __uint_as_float(static_cast<unsigned>(key >> 32));
+      if (32 * i + lane == at) {
+        bits[i] = 0;
+        chosen[rank] = static_cast<int>(at);
+        atomicAdd(counts + at, static_cast<u64>(1));
+      }
+    const float share = __uint_as_float(most - 1u);
     all += share;
     if (lane == rank) mine = share;
-    if (lane == 0) {
-      chosen[rank] = static_cast<int>(expert);
-      atomicAdd(counts + expert, static_cast<u64>(1));
-    }
   }
   if (lane < used) weights[lane] = mine / all;
+}
+
+__device__ __forceinline__ void choose(const float* logits, int* chosen, float* weights,
+                                       u64* counts, int experts, int used) {
+  if (experts <= 128)
+    choose_of<4>(logits, chosen, weights, counts, experts, used);
+  else if (experts <= 256)
+    choose_of<8>(logits, chosen, weights, counts, experts, used);
+  else if (experts <= 512)
+    choose_of<16>(logits, chosen, weights, counts, experts, used);
+  else
+    choose_of<32>(logits, chosen, weights, counts, experts, used);
 }
 
 // Four values of the router from `at` on.
@@ -83,54 +102,78 @@ __device__ __forceinline__ float4 four_of(const void* router, int kind, long lon
                      tap_at(router, kind, at + 2), tap_at(router, kind, at + 3));
 }
 
-// grid: (experts / 8, tokens / 8), 256 threads: a warp has an expert's row, for eight tokens; the
-// block of these tokens that ends last chooses, a warp for each. router: [experts][k], of `kind` as in
+// grid: (experts / PER_BLOCK, tokens / 8), 256 threads, which share each row's columns; the block of
+// these tokens that ends last chooses, a warp for each. router: [experts][k], of `kind` as in
 // state_rows.cuh; k is a multiple of 4. logits: [tokens][experts]; counts: [2][experts], of prompts'
 // tokens and of the first `generated` ones; tickets: zeros between two launches.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(THREADS)
 route(const float* x, const void* router, float* logits, int* chosen, float* weights, u64* counts,
       unsigned* tickets, int kind, int experts, int used, int tokens, int generated, int k,
       int is_rounded) {
+  __shared__ float parts[8][PER_BLOCK][THREADS / 32];
   __shared__ bool is_last;
   grid_launch();
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * 8 + warp;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * PER_BLOCK;
   const int first = blockIdx.y * 8, count = min(8, tokens - first), fours = k / 4;
-  const long long row = static_cast<long long>(min(expert, experts - 1)) * k;
-  float sum[8] = {};
-  for (int start = 0; start < fours; start += 32 * AHEAD) {
-    float4 w[AHEAD];
+  float sum[8][PER_BLOCK] = {};
+  for (int start = 0; start < fours; start += THREADS * SLOTS) {
+    float4 w[PER_BLOCK][SLOTS];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const int at = start + 32 * i + lane;
-      w[i] = at < fours ? four_of(router, kind, row + 4 * at) : make_float4(0, 0, 0, 0);
-    }
+    for (int e = 0; e < PER_BLOCK; ++e)
+#pragma unroll
+      for (int i = 0; i < SLOTS; ++i) {
+        const int at = start + THREADS * i + threadIdx.x;
+        const long long row = static_cast<long long>(min(expert + e, experts - 1)) * k;
+        w[e][i] = at < fours ? four_of(router, kind, row + 4 * at) : make_float4(0, 0, 0, 0);
+      }
     if (start == 0) grid_wait();
 #pragma unroll
     for (int t = 0; t < 8; ++t) {
       if (t >= count) break;
       const float4* own = reinterpret_cast<const float4*>(x + static_cast<long long>(first + t) * k);
+      float4 v[SLOTS];
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const int at = start + 32 * i + lane;
-        if (at >= fours) break;
-        const float4 v = own[at];
-        sum[t] = fmaf(rounded(v.x, is_rounded), w[i].x, sum[t]);
-        sum[t] = fmaf(rounded(v.y, is_rounded), w[i].y, sum[t]);
-        sum[t] = fmaf(rounded(v.z, is_rounded), w[i].z, sum[t]);
-        sum[t] = fmaf(rounded(v.w, is_rounded), w[i].w, sum[t]);
+      for (int i = 0; i < SLOTS; ++i) {
+        const int at = start + THREADS * i + threadIdx.x;
+        v[i] = at < fours ? own[at] : make_float4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < SLOTS; ++i) {
+        v[i] = {rounded(v[i].x, is_rounded), rounded(v[i].y, is_rounded),
+                rounded(v[i].z, is_rounded), rounded(v[i].w, is_rounded)};
+#pragma unroll
+        for (int e = 0; e < PER_BLOCK; ++e) {
+          sum[t][e] = fmaf(v[i].x, w[e][i].x, sum[t][e]);
+          sum[t][e] = fmaf(v[i].y, w[e][i].y, sum[t][e]);
+          sum[t][e] = fmaf(v[i].z, w[e][i].z, sum[t][e]);
+          sum[t][e] = fmaf(v[i].w, w[e][i].w, sum[t][e]);
+        }
       }
     }
   }
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
-    const float all = warp_join(sum[t], Add());
-    if (lane == t && t < count && expert < experts)
-      logits[static_cast<long long>(first + t) * experts + expert] = all;
+    if (t >= count) break;
+#pragma unroll
+    for (int e = 0; e < PER_BLOCK; ++e) {
+      const float all = warp_join(sum[t][e], Add());
+      if (lane == 0) parts[t][e][warp] = all;
+    }
   }
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0)
-    is_last = atomicInc(tickets + blockIdx.y, gridDim.x - 1) == gridDim.x - 1;
+  if (threadIdx.x < count * PER_BLOCK) {
+    const int t = threadIdx.x / PER_BLOCK, e = threadIdx.x % PER_BLOCK;
+    float all = 0.0f;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; ++w) all += parts[t][e][w];
+    if (expert + e < experts)
+      logits[static_cast<long long>(first + t) * experts + expert + e] = all;
+  }
+  if (warp == 0) {  // that has written them all
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) is_last = atomicInc(tickets + blockIdx.y, gridDim.x - 1) == gridDim.x - 1;
+  }
   __syncthreads();
   if (!is_last || warp >= count) return;
   __threadfence();

@@ -16,6 +16,7 @@ from .emulation import EmulatedOps
 
 class EmulatedFamilies(CudaFamilies, EmulatedOps):
     alone: int | None = None  # see CudaFamilies' Host
+    prompt_policy = matmul.EVERY_ROW_ALONE
 
     def table(self, values: np.ndarray) -> DeviceArray:
         return self.array(values)

@@ -14,6 +14,7 @@ from voltapile.kernels.families import (
     DeltaWeights,
     NGramHash,
     NGramWeights,
+    SharedExpert,
 )
 from voltapile.kernels.ops import Batch
 from voltapile.kernels.reference.families import ReferenceFamilyOps
@@ -140,6 +141,45 @@ def test_experts(ops: Any, gate: str, up: str, down: str, width: int, inner: int
         for i in range(3)
     ]  # fmt: skip
     np.testing.assert_array_equal(np.concatenate(alone), found)
+
+
+SHARED = [
+    ("Q4_K", "Q6_K", "Q5_K", "Q5_K", 256, 256, 256),
+    ("Q4_K", "Q5_1", "Q8_0", "Q8_0", 256, 96, 160),
+    pytest.param("IQ4_NL", "Q5_0", "Q8_0", "Q8_0", 64, 96, 32, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("up", "down", "other", "last", "width", "inner", "wide"), SHARED)
+def test_shared_expert(
+    ops: Any, up: str, down: str, other: str, last: str, width: int, inner: int, wide: int
+) -> None:
+    """11 tokens, of which 9 share an expert, and one has none of those that are here."""
+    shapes = (up, (3, inner, width)), (up, (3, inner, width)), (down, (3, width, inner))
+    shapes += (other, (wide, width)), (other, (wide, width)), (last, (width, wide))
+    made = [weights_of(ops, np.zeros(shape, np.float32), name) for name, shape in shapes]
+    made.append(weights_of(ops, 0.1 * normal(3, width)))
+    tokens, rng = 11, np.random.default_rng(0)
+    x, old = normal(7, tokens, width), normal(8, tokens, width)
+    chosen = np.stack([rng.permutation(6)[:3] for _ in range(tokens)]).astype(np.int32)
+    chosen[:9] = [[1, 5, 3], [4, 1, 2], [1, 3, 0]] * 3
+    chosen[9] = 0, 4, 5
+    weights = np.abs(normal(9, tokens, 3))
+    table, truth = (
+        each.expert_table(*(m[i] for m in made[:3]), 1) for i, each in enumerate((ops, REF))
+    )
+    mine, theirs = (SharedExpert(*(m[i] for m in made[3:])) for i in range(2))
+    expected = REF.experts(x, (chosen, weights), truth, old.copy(), theirs)
+
+    def found(part: slice) -> np.ndarray:
+        own = (ops.array(each[part]) for each in (x, chosen, weights, old))
+        mine_x, *routing, mine_old = own
+        return np.array(ops.to_host(ops.experts(mine_x, tuple(routing), table, mine_old, mine)))
+
+    together = found(slice(None))
+    np.testing.assert_allclose(together, expected, atol=1e-3 * np.abs(expected).max())
+    for part in (slice(2, 3), slice(9, 10), slice(8, 11), slice(1, 9)):
+        np.testing.assert_array_equal(found(part), together[part])
 
 
 @pytest.mark.slow

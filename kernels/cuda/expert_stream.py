@@ -1,0 +1,244 @@
+"""Launchers of chosen experts of generated rows from sm_80 on: csrc/expert_stream.cu.
+
+Which formats it takes, and what a block holds in shared memory. Nothing here changes bits: neither
+how many tokens share a block nor which kernels sum up. Takes a Launcher and device arrays; knows
+neither cupy nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
+from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
+from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
+
+ARCH = 80  # from which on
+MOST_TOKENS = 8  # of a block
+UP_WARPS, UP_DEPTH = 4, 4
+DOWN_WARPS, DOWN_DEPTH = 8, 3
+STRIP = 8  # tiles of 16 rows of a block of expert_parts
+PARTS_FROM = 6  # tokens from which on experts are summed up by another kernel
+Inner = tuple[DeviceArray, DeviceArray | None]  # of routed experts, and of the shared one
+Routing = tuple[DeviceArray, DeviceArray]
+MOST_PAIRS = 32768  # of a launch: half of a grid's second axis, the rest is for the shared expert
+
+# Formats of routed experts, and of the expert that every token takes.
+UP_PAIRS = [
+    *((name, name) for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0")),
+    *(("Q4_K", other) for other in ("Q5_K", "Q6_K", "Q8_0")),
+    *(("Q5_K", other) for other in ("Q6_K", "Q8_0")),
+]
+DOWN_PAIRS = [
+    *((name, name) for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q5_1")),
+    *(("Q4_K", other) for other in ("Q5_K", "Q6_K", "Q8_0")),
+    *(("Q5_K", other) for other in ("Q6_K", "Q8_0")),
+    *(("Q6_K", other) for other in ("Q5_K", "Q8_0")),
+    ("Q5_1", "Q8_0"),
+]
+
+
+def _instance(function: str, pair: tuple[str, str], warps: int, depth: int) -> Instance:
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "WARPS": warps, "DEPTH": depth}
+    defines |= {"STRIP": STRIP, "TILES": 1, "MANY": 0}
+    named = tuple((key, str(value)) for key, value in defines.items())
+    return Instance("expert_stream.cu", function, named, is_exact=True, waits=True)
+
+
+UP = {pair: _instance("expert_up_stream", pair, UP_WARPS, UP_DEPTH) for pair in UP_PAIRS}
+DOWN = {pair: _instance("expert_down_stream", pair, DOWN_WARPS, DOWN_DEPTH) for pair in DOWN_PAIRS}
+PARTS = {pair: _instance("expert_parts", pair, DOWN_WARPS, DOWN_DEPTH) for pair in DOWN_PAIRS}
+SUM = _instance("expert_sum", ("Q4_K", "Q4_K"), DOWN_WARPS, DOWN_DEPTH)
+INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values(), SUM]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer computes here, and what blocks hold in shared memory for it."""
+
+    table: ExpertTable
+    shared: Shared | None
+
+    @property
+    def up_pair(self) -> tuple[str, str]:
+        name = self.table.gate.type_name
+        return name, name if self.shared is None else self.shared.gate.type_name
+
+    @property
+    def down_pair(self) -> tuple[str, str]:
+        name = self.table.down.type_name
+        return name, name if self.shared is None else self.shared.down.type_name
+
+    @property
+    def shared_columns(self) -> int:
+        """Of its down matrix."""
+        return 0 if self.shared is None else self.shared.down.shape[1]
+
+    def fits(self, used: int, most: int) -> bool:
+        """It depends on nothing that changes from step to step."""
+        if self.table.gate.type_name != self.table.up.type_name:
+            return False
+        if self.up_pair not in UP or self.down_pair not in DOWN:
+            return False
+        if self.shared is not None and (
+            self.shared.gate.type_name != self.shared.up.type_name
+            or _chunks(self.down_pair[1], self.shared_columns) > DOWN_WARPS
+        ):
+            return False
+        return max(self.up_bytes(1), self.parts_bytes(1), self.down_bytes(used)) <= most
+
+    def up_bytes(self, room: int) -> int:
+        columns, own = self.table.gate.shape[2], _whole(16 * self.table.count)
+        routed, other = (
+            _strip_bytes(name, columns, room, 2, UP_WARPS, UP_DEPTH) for name in self.up_pair
+        )
+        return max(own + routed, other)
+
+    def down_slots(self, used: int) -> int:
+        """Chunks of a warp of expert_down_stream."""
+        return _groups(used * _chunks(self.down_pair[0], self.table.down.shape[2]), DOWN_WARPS)
+
+    def down_bytes(self, used: int) -> int:
+        own, other = self.down_pair
+        each = _ring(own, DOWN_DEPTH) + _ring(other, 1)
+        each += self.down_slots(used) * CHUNKS[own].slot_bytes(1) + CHUNKS[other].slot_bytes(1)
+        items = used * _chunks(own, self.table.down.shape[2])
+        items += _chunks(other, self.shared_columns)
+        return DOWN_WARPS * each + 64 * (items + used + 1)
+
+    def parts_bytes(self, room: int) -> int:
+        pairs = zip(self.down_pair, (self.table.down.shape[2], self.shared_columns), strict=True)
+        return max(_strip_bytes(*each, room, STRIP, DOWN_WARPS, DOWN_DEPTH) for each in pairs)
+
+    def down_args(self, inner: DeviceArray | None) -> tuple[int | np.int32, ...]:
+        """Of the shared expert."""
+        if self.shared is None or inner is None:
+            return 0, 0
+        down = self.shared.down
+        assert down.shape == (self.table.down.shape[1], inner.shape[1]), (down.shape, inner)
+        return down.ptr, inner.ptr
+
+
+def fits(ops: Launcher, table: ExpertTable, shared: Shared | None, used: int) -> bool:
+    return ops.arch >= ARCH and Layer(table, shared).fits(used, max_shared(ops.arch))
+
+
+def experts(
+    ops: Launcher,
+    x: DeviceArray,
+    routing: tuple[DeviceArray, DeviceArray],
+    table: ExpertTable,
+    shared: Shared | None,
+    out: DeviceArray,
+    adds: bool,
+) -> None:
+    layer, step = Layer(table, shared), MOST_PAIRS // routing[0].shape[1]
+    for start in range(0, len(x), step):
+        stop = min(len(x), start + step)
+        own = routing[0][start:stop], routing[1][start:stop]
+        with ops.scope():
+            inner = _up(ops, x[start:stop], own[0], layer)
+            down = _down if stop - start < PARTS_FROM else _parts
+            down(ops, inner, own, layer, out[start:stop], adds)
+
+
+def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inner:
+    """silu(gate x) * up x of each chosen expert, [T * used, F], and of the one that all take."""
+    (tokens, columns), (_, rows, own_columns) = x.shape, layer.table.gate.shape
+    assert columns == own_columns, (x, layer.table.gate.shape)
+    room = _room(layer.up_bytes, tokens, ops.arch)
+    inner, other = ops.scratch((chosen.size, rows)), None
+    other_args: tuple[int, ...] = 0, 0, 0, 0
+    other_rows = turns = 0
+    if (shared := layer.shared) is not None:
+        other_rows, turns = shared.gate.shape[0], _groups(tokens, room)
+        assert shared.gate.shape == shared.up.shape == (other_rows, columns), shared
+        other = ops.scratch((tokens, other_rows))
+        router = shared.router.ptr if shared.router is not None else 0
+        other_args = shared.gate.ptr, shared.up.ptr, router, other.ptr
+    numbers = tokens, chosen.shape[1], columns, rows, room
+    ops.kernel(UP[layer.up_pair])(
+        (_groups(max(rows, other_rows), 16), chosen.size + turns),
+        32 * UP_WARPS,
+        (
+            *(*layer.table.args, chosen.ptr, x.ptr, inner.ptr, *map(np.int32, numbers)),
+            *(*other_args, np.int32(other_rows)),
+        ),
+        shared=layer.up_bytes(room),
+    )
+    return inner, other
+
+
+def _down(
+    ops: Launcher, inner: Inner, routing: Routing, layer: Layer, out: DeviceArray, adds: bool
+) -> None:
+    """Right behind expert_up_stream: the choice is there before that ends."""
+    (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
+    tokens, used = chosen.shape
+    numbers = used, columns, rows, int(adds), 1, layer.down_slots(used)
+    ops.kernel(DOWN[layer.down_pair])(
+        (_groups(rows, 16), tokens),
+        32 * DOWN_WARPS,
+        (
+            *(*layer.table.args, chosen.ptr, shares.ptr, inner[0].ptr, out.ptr),
+            *(*map(np.int32, numbers), *layer.down_args(inner[1]), np.int32(layer.shared_columns)),
+        ),
+        shared=layer.down_bytes(used),
+    )
+
+
+def _parts(
+    ops: Launcher, inner: Inner, routing: Routing, layer: Layer, out: DeviceArray, adds: bool
+) -> None:
+    (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
+    tokens, used = chosen.shape
+    room = _room(layer.parts_bytes, tokens, ops.arch)
+    parts, other, turns = ops.scratch((chosen.size, rows)), 0, 0
+    if layer.shared is not None:
+        other, turns = ops.scratch((tokens, rows)).ptr, _groups(tokens, room)
+    numbers = tokens, used, columns, rows, room
+    ops.kernel(PARTS[layer.down_pair])(
+        (_groups(rows, 16 * STRIP), chosen.size + turns),
+        32 * DOWN_WARPS,
+        (
+            *(*layer.table.args, chosen.ptr, inner[0].ptr, parts.ptr, *map(np.int32, numbers)),
+            *(*layer.down_args(inner[1]), other, np.int32(layer.shared_columns)),
+        ),
+        shared=layer.parts_bytes(room),
+    )
+    pointers = chosen.ptr, shares.ptr, parts.ptr, other, out.ptr
+    ends = np.int32(used), np.int32(rows), *layer.table.args[1:], np.int32(adds)
+    ops.kernel(SUM)((_groups(rows, 256), tokens), 256, (*pointers, *ends))
+
+
+def _room(nbytes: Callable[[int], int], tokens: int, arch: int) -> int:
+    """Tokens of a block."""
+    room = min(tokens, MOST_TOKENS)
+    while room > 1 and nbytes(room) > max_shared(arch):
+        room -= 1
+    return room
+
+
+def _strip_bytes(name: str, columns: int, room: int, tiles: int, warps: int, depth: int) -> int:
+    """Of csrc/expert_strip.cuh: tokens, rings, sums."""
+    chunks = _chunks(name, columns)
+    tokens = _whole(chunks * CHUNKS[name].slot_bytes(room))
+    return tokens + warps * _ring(name, depth) + 64 * tiles * chunks * room
+
+
+def _ring(name: str, places: int) -> int:
+    return _whole(places * CHUNKS[name].stage_bytes + CHUNKS[name].scale_bytes)
+
+
+def _chunks(name: str, columns: int) -> int:
+    return _groups(columns, 32 * CHUNKS[name].groups)
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // 128) * 128
+
+
+def _groups(items: int, size: int) -> int:
+    return -(-items // size)
