@@ -16,6 +16,7 @@ const INTERRUPTED = "The page was closed before the answer was complete.";
 
 export class Chat {
   #conversation = fresh();
+  #wanted = ""; // id that was to be opened last
   #views = [];
   #runs = new Map(); // conversation id -> Run
   #isDue = false; // a frame has been asked for
@@ -41,8 +42,10 @@ export class Chat {
 
   /** False: there is no such conversation. "": a new one. */
   async open(id) {
+    this.#wanted = id;
     if (id ? id === this.id : !this.isStarted) return true;
     const found = id ? (this.#runs.get(id)?.conversation ?? (await load(id))) : fresh();
+    if (this.#wanted !== id) return true; // another was asked for meanwhile
     if (!found) return false;
     this.#conversation = found;
     for (const message of found.messages) {

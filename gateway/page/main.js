@@ -30,7 +30,6 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 });
 makeThemes();
 await route();
-greet();
 watchHealth();
 
 /** #status, #c/ID of a conversation, or anything else for a new one. */
@@ -89,7 +88,7 @@ function makeThemes() {
   });
 }
 
-/** The model's name and the server's defaults. */
+/** The model's name and the server's defaults; whoever answers now may be another server. */
 async function greet() {
   try {
     const props = await ask("props");
@@ -102,16 +101,21 @@ async function greet() {
   }
 }
 
-async function watchHealth() {
+/** isNew: the server could not be reached, or not yet. */
+async function watchHealth(isNew = true) {
   let text = "";
+  let isReached = true;
   try {
     const health = await ask("health", [503]);
     text = health.status === "ok" ? "" : loadingText(health);
   } catch (error) {
     text = error.message;
+    isReached = false;
   }
   showBanner(text);
-  setTimeout(watchHealth, text ? LOADING_MILLISECONDS : HEALTH_MILLISECONDS);
+  if (isNew && isReached) greet();
+  const pause = text ? LOADING_MILLISECONDS : HEALTH_MILLISECONDS;
+  setTimeout(() => watchHealth(!isReached), pause);
 }
 
 function loadingText({ status, stage, fraction, reason }) {

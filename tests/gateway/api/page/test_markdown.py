@@ -59,7 +59,10 @@ DRAW = """
     }
     numFinal += markdown.update(text, true).length;
     new Markdown(whole).update(text, true);
-    await new Promise((done) => setTimeout(done, 50));  // colours
+    const isColoured = (each) => each.querySelector(".hljs-keyword");
+    while (!isColoured(grown) || !isColoured(whole)) {
+        await new Promise((done) => setTimeout(done, 5));
+    }
     return [grown.innerHTML, whole.innerHTML, numFinal, whole.children.length];
 })()
 """
@@ -70,7 +73,6 @@ async def drawn(tab, text, size):
 
 
 async def test_in_pieces_as_at_once(tab):
-    await drawn(tab, TEXT, 1000)  # loads the grammar
     for size in (1, 3, 7, 64):
         grown, whole, num_final, num_blocks = await drawn(tab, TEXT, size)
         assert grown == whole, size
