@@ -165,12 +165,12 @@ def _part(part: Any, param: str) -> dict[str, str]:
     name = part.get("type") if isinstance(part, dict) else None
     if not isinstance(name, str):
         raise bad_request(f"'{param}' must be an object with a type", param, "invalid_type")
-    if name != "text":
-        message = f"'{param}' is of type '{name}'; only text is supported now"
+    if name not in ("text", "refusal"):
+        message = f"'{param}' is of type '{name:.40}', and this model takes text only"
         raise bad_request(message, param, "unsupported_content")
-    if not isinstance(part.get("text"), str):
-        raise bad_request(f"'{param}.text' must be a string", f"{param}.text", "invalid_type")
-    return {"type": "text", "text": part["text"]}
+    if not isinstance(part.get(name), str):
+        raise bad_request(f"'{param}.{name}' must be a string", f"{param}.{name}", "invalid_type")
+    return {"type": "text", "text": part[name]}
 
 
 def prompt_list(value: Any, param: str, most: int, vocab_size: int) -> list[str] | list[list[int]]:

@@ -44,19 +44,20 @@ def tool_use(fields: Fields) -> ToolUse:
     if twice := [name for name in names if names.count(name) > 1]:
         raise bad_request(f"'tools' has '{twice[0]}' more than once", "tools")
     many = fields.flag("parallel_tool_calls", default=True)
-    choice, named = _choice(fields.values.get("tool_choice"))
-    if choice in ("required", "named") and not tools:
+    choice, wanted = _choice(fields.values.get("tool_choice"))
+    if (choice in ("required", "named") or wanted) and not tools:
         raise bad_request("'tool_choice' needs 'tools'", "tool_choice")
     if choice == "none" or not tools:
         return NO_TOOLS
-    if choice == "named":
-        tools = [tool for tool in tools if tool.name == named]
-        if not tools:
-            message = f"'tool_choice' names '{named:.80}', which 'tools' has not"
-            raise bad_request(message, "tool_choice")
-        many = False
-    shown = list(given or ())
-    return ToolUse(shown=shown, tools=tools, is_forced=choice != "auto", many=many)
+    if missing := [name for name in wanted if name not in names]:
+        message = f"'tool_choice' names '{missing[0]:.80}', which 'tools' has not"
+        raise bad_request(message, "tool_choice")
+    return ToolUse(
+        shown=list(given or ()),  # all of them: a prompt that changes is not found in the cache
+        tools=[tool for tool in tools if not wanted or tool.name in wanted],
+        is_forced=choice != "auto",
+        many=many and choice != "named",
+    )
 
 
 def checked_calls(message: dict[str, Any], param: str) -> dict[str, Any]:
@@ -112,21 +113,36 @@ def _tool(tool: Any, param: str) -> Tool:
     return Tool(name, description or "", schema or NO_SCHEMA)
 
 
-def _choice(value: Any) -> tuple[str, str]:
-    """("none" | "auto" | "required" | "named", the name)."""
+def _choice(value: Any) -> tuple[str, list[str]]:
+    """("none" | "auto" | "required" | "named", the only functions that may be called; []: all)."""
     if value is None:
-        return "auto", ""
+        return "auto", []
     if isinstance(value, str):
         if value in ("none", "auto", "required"):
-            return value, ""
+            return value, []
         message = f"'tool_choice' must be none, auto, required or a function, not '{value:.40}'"
         raise bad_request(message, "tool_choice")
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _allowed(Fields(value, "tool_choice.").object("allowed_tools"))
+    return "named", [_function_name(value)]
+
+
+def _allowed(fields: Fields) -> tuple[str, list[str]]:
+    mode = fields.text("mode") or "auto"
+    if mode not in ("auto", "required"):
+        message = f"'tool_choice.allowed_tools.mode' must be auto or required, not '{mode:.40}'"
+        raise bad_request(message, "tool_choice.allowed_tools.mode")
+    names = [_function_name(tool) for tool in fields.list("tools")]
+    return (mode, names) if names else ("none", [])
+
+
+def _function_name(value: Any) -> str:
     function = value.get("function") if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         message = "'tool_choice' must be a string, or an object that names a function"
         raise bad_request(message, "tool_choice", "invalid_type")
-    return "named", name
+    return name
 
 
 def _wrong(name: str, wanted: str, value: Any) -> ApiError:

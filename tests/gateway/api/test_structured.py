@@ -17,7 +17,7 @@ from voltapile.gateway.engine import Engine
 from voltapile.gateway.template import ChatTemplate
 from voltapile.topology.plan import CacheGroup, RankPlan, plan_id
 from voltapile.topology.share import Share
-from voltapile.workers.protocol import Ready, Result, Sampled, Step, decode, encode
+from voltapile.workers.protocol import Ready, Result, Sampled, Step, Stop, decode, encode
 
 PATH = "/v1/chat/completions"
 SOURCE = (
@@ -56,12 +56,23 @@ class Chooser:
 
     async def run(self, socket):
         await socket.send_multipart(encode(Ready(name="text-0", plan=self.plan.id)))
-        while isinstance(step := decode(await socket.recv_multipart()), Step):
-            self.steps += 1
-            for slot in step.release:
-                self.finish.pop(slot, None)
-            rows = [self.sampled(row) for row in step.rows if self.take(row)]
-            await socket.send_multipart(encode(Result(id=step.id, rows=rows)))
+        while not isinstance(step := decode(await socket.recv_multipart()), Stop):
+            if isinstance(step, Step):  # a Hold comes too late for who answers at once
+                for result in self.answers(step):
+                    await socket.send_multipart(encode(result))
+
+    def answers(self, step):
+        """A Result for each round, up to the one in which a row ends."""
+        self.steps += 1
+        for slot in step.release:
+            self.finish.pop(slot, None)
+        asked = [row for row in step.rows if self.take(row)]
+        for left in reversed(range(step.rounds)):
+            rows = [self.sampled(row) for row in asked]
+            is_last = any(row.finish or not row.tokens for row in rows)
+            yield Result(id=step.id, rows=rows, left=0 if is_last else left)
+            if is_last:
+                return
 
     def take(self, row):
         if row.sampling is not None:

@@ -28,6 +28,11 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
 
 
+def allowed(*names, mode="auto"):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.fixture(scope="module")
 def template():
     made = ChatTemplate(SOURCE)
@@ -96,6 +101,26 @@ async def test_one_call_only(post, engine):
     assert len(choice["message"]["tool_calls"]) == 1
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
     assert engine.streams[0].cancelled.is_set()
+
+
+@pytest.mark.parametrize("names", [["look"], ["add"], []])
+async def test_tools_that_may_be_called_now(post, engine, names):
+    """A hermes call is one whatever its name; without any tool it is text."""
+    add = {"type": "function", "function": {"name": "add"}}
+    engine.say(CALL)
+    given = {"tools": [TOOL, add], "tool_choice": allowed(*names)}
+    status, body = await post(PATH, BODY | given)
+    assert status == 200
+    assert ("tool_calls" in body["choices"][0]["message"]) == bool(names)
+    assert prompt(engine).startswith("[look,add]") == bool(names)
+
+
+async def test_a_refusal_in_earlier_messages_is_text(post, engine):
+    parts = [{"type": "refusal", "refusal": "I will not."}]
+    messages = [{"role": "assistant", "content": parts}, *BODY["messages"]]
+    status, _ = await post(PATH, {"messages": messages})
+    assert status == 200
+    assert "assistant:I will not.;user:hi" in prompt(engine)
 
 
 @pytest.mark.parametrize("head", ['{"name": "lo', '{"na', ""])
@@ -189,6 +214,9 @@ async def test_no_calls_in_earlier_messages(post, engine, calls):
         ({"tool_choice": 3}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": allowed("look", mode="some")}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("other")}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools.tools"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"enable_thinking": "yes"}, "enable_thinking"),
         ({"reasoning_format": "xml"}, "reasoning_format"),
