@@ -1,14 +1,15 @@
 // What the kernels of gated delta nets share: a token in shared memory, and how a head's state goes on
 // by it. -D DIM, of a head.
 //
-// A column of a head's matrix is in four lanes' registers. In a token's step nothing waits but for
-// two sums over it: S' q of the new state is decay S' q + (k . q) error.
+// Two columns of a head's matrix are in eight lanes' registers. In a token's step nothing waits but for
+// two sums over them: S' q of the new state is decay S' q + (k . q) error.
 #pragma once
 #include "state_rows.cuh"
 
 namespace voltapile {
 
-constexpr int FOURS = DIM / 16;     // of keys that a lane holds of its column
+constexpr int PARTS = 8;            // lanes that share two columns
+constexpr int FOURS = DIM / 32;     // of keys that a lane holds of each
 constexpr int PER_LANE = DIM / 32;  // values of a head that a lane of a warp holds
 constexpr int BATCH = 8;            // tokens that are in shared memory at once
 
@@ -21,8 +22,10 @@ struct Heads {
 template <int VALUES>
 struct Token {
   float4 q[DIM / 4], k[DIM / 4], v[VALUES / 4];
-  float decay, rate;  // of the state; of what is learnt
-  float both;         // k . q
+  struct {
+    float decay, rate;  // of the state; of what is learnt
+    float both, none;   // k . q
+  } gates;
 };
 
 __device__ __forceinline__ float decay_of(float a, float rate, float dt) {
@@ -40,55 +43,102 @@ __device__ __forceinline__ void multiply_both(Token<VALUES>* tokens) {
 #pragma unroll
   for (int i = 0; i < DIM / 16; ++i) sum = fmaf(q[16 * i + lane], k[16 * i + lane], sum);
   for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(ALL, sum, step);
-  if (lane == 0) own.both = sum;
+  if (lane == 0) own.gates.both = sum;
 }
 
-__device__ __forceinline__ float column_sum(const float4& sum) {
-  float all = (sum.x + sum.y) + (sum.z + sum.w);
-  all += __shfl_xor_sync(ALL, all, 1);  // four lanes have a column
-  return all + __shfl_xor_sync(ALL, all, 2);
-}
+// What a lane holds of two neighbouring columns of the state.
+struct Columns {
+  float4 s[2][FOURS];
 
-// The column's part of the state goes on by a token; returns its output.
-template <int VALUES>
-__device__ __forceinline__ float go_on(float4 (&s)[FOURS], const Token<VALUES>& in, int column,
-                                       int part) {
-  float4 keys = make_float4(0.0f, 0.0f, 0.0f, 0.0f), queries = keys;
+  // matrix: of the head, [column][key]
+  __device__ __forceinline__ void read(const float* matrix, int column, int part) {
 #pragma unroll
-  for (int i = 0; i < FOURS; ++i) {
-    const float4 k = in.k[4 * i + part], q = in.q[4 * i + part];
-    keys.x = fmaf(s[i].x, k.x, keys.x), keys.y = fmaf(s[i].y, k.y, keys.y);
-    keys.z = fmaf(s[i].z, k.z, keys.z), keys.w = fmaf(s[i].w, k.w, keys.w);
-    queries.x = fmaf(s[i].x, q.x, queries.x), queries.y = fmaf(s[i].y, q.y, queries.y);
-    queries.z = fmaf(s[i].z, q.z, queries.z), queries.w = fmaf(s[i].w, q.w, queries.w);
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int i = 0; i < FOURS; ++i)
+        s[c][i] = reinterpret_cast<const float4*>(matrix + (column + c) * DIM)[PARTS * i + part];
   }
-  const float decay = in.decay, value = reinterpret_cast<const float*>(in.v)[column];
-  const float known = column_sum(keys), asked = column_sum(queries);
-  const float error = in.rate * fmaf(-decay, known, value);
+  __device__ __forceinline__ void clear() {
 #pragma unroll
-  for (int i = 0; i < FOURS; ++i) {
-    const float4 k = in.k[4 * i + part];
-    s[i].x = fmaf(k.x, error, decay * s[i].x), s[i].y = fmaf(k.y, error, decay * s[i].y);
-    s[i].z = fmaf(k.z, error, decay * s[i].z), s[i].w = fmaf(k.w, error, decay * s[i].w);
+    for (int i = 0; i < 2 * FOURS; ++i) s[i % 2][i / 2] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  return fmaf(in.both, error, decay * asked);
-}
-
-// Of z, from the lane's first value on.
-__device__ __forceinline__ void read_gates(const float* z, bool is_sigmoid, float (&out)[PER_LANE]) {
+  __device__ __forceinline__ void write(float* matrix, int column, int part) const {
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) out[i] = is_sigmoid ? sigmoid(z[32 * i]) : silu(z[32 * i]);
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int i = 0; i < FOURS; ++i)
+        reinterpret_cast<float4*>(matrix + (column + c) * DIM)[PARTS * i + part] = s[c][i];
+  }
+
+  // On by a token. The output: of column `column` in the first half of its lanes, of the next one in
+  // the others. column: among the token's values.
+  template <int VALUES>
+  __device__ __forceinline__ float go_on(const Token<VALUES>& in, int column, int part) {
+    const auto gates = in.gates;
+    const float2 value = *reinterpret_cast<const float2*>(
+        reinterpret_cast<const float*>(in.v) + column);
+    float4 k[FOURS];
+    float known[2], asked[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) known[c] = asked[c] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < FOURS; ++i) {
+      const float4 q = in.q[PARTS * i + part];
+      k[i] = in.k[PARTS * i + part];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) known[c] = dot(s[c][i], k[i], known[c]);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) asked[c] = dot(s[c][i], q, asked[c]);
+    }
+    // Of `asked` each half of the lanes sums one column.
+    const bool is_second = part & 4;
+    float own = (is_second ? asked[1] : asked[0]) +
+                __shfl_xor_sync(ALL, is_second ? asked[0] : asked[1], 4);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) known[c] += __shfl_xor_sync(ALL, known[c], 4);
+#pragma unroll
+    for (int step = 2; step > 0; step >>= 1) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) known[c] += __shfl_xor_sync(ALL, known[c], step);
+      own += __shfl_xor_sync(ALL, own, step);
+    }
+    const float error[2] = {gates.rate * fmaf(-gates.decay, known[0], value.x),
+                            gates.rate * fmaf(-gates.decay, known[1], value.y)};
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int i = 0; i < FOURS; ++i) {
+        s[c][i].x = fmaf(k[i].x, error[c], gates.decay * s[c][i].x);
+        s[c][i].y = fmaf(k[i].y, error[c], gates.decay * s[c][i].y);
+        s[c][i].z = fmaf(k[i].z, error[c], gates.decay * s[c][i].z);
+        s[c][i].w = fmaf(k[i].w, error[c], gates.decay * s[c][i].w);
+      }
+    return fmaf(gates.both, is_second ? error[1] : error[0], gates.decay * own);
+  }
+
+ private:
+  static __device__ __forceinline__ float dot(const float4& x, const float4& y, float sum) {
+    return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum))));
+  }
+};
+
+// Of one head, from the lane's first value on.
+__device__ __forceinline__ void read_head(const float* from, float (&out)[PER_LANE]) {
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) out[i] = from[32 * i];
 }
 
-// The output of one head, normed and gated; a warp calls. o, norm, y: from the lane's first value on.
+// The output of one head, normed and gated by z; a warp calls. o, norm, y: from the lane's first value.
 __device__ __forceinline__ void end_head(const float* o, const float* norm,
-                                         const float (&gates)[PER_LANE], float* y, float eps) {
+                                         const float (&z)[PER_LANE], float* y, bool is_sigmoid,
+                                         float eps) {
   float held[PER_LANE], sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) held[i] = o[32 * i], sum = fmaf(held[i], held[i], sum);
   const float factor = 1.0f / sqrtf(warp_join(sum, Add()) / DIM + eps);
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) y[32 * i] = held[i] * factor * norm[32 * i] * gates[i];
+  for (int i = 0; i < PER_LANE; ++i)
+    y[32 * i] = held[i] * factor * norm[32 * i] * (is_sigmoid ? sigmoid(z[i]) : silu(z[i]));
 }
 
 }  // namespace voltapile

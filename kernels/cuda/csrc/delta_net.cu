@@ -49,15 +49,16 @@ struct Reader {
       if (at < BATCH * PIECES)
         reinterpret_cast<float4*>(tokens + at / PIECES)[at % PIECES] = held[turn];
     }
-    if (threadIdx.x < BATCH)
-      tokens[threadIdx.x].decay = decay_of(a, run.rate, run.dt), tokens[threadIdx.x].rate = sigmoid(b);
+    if (threadIdx.x >= BATCH) return;
+    auto& gates = tokens[threadIdx.x].gates;
+    gates.decay = decay_of(a, run.rate, run.dt), gates.rate = sigmoid(b);
   }
 };
 
-// Over a run of tokens; out: of the column at the first of them, or null. The whole block calls.
-__device__ __forceinline__ void go_through(float4 (&s)[FOURS], Own (*tokens)[BATCH], const Run& run,
+// Over a run of tokens; out: of the lane's column at the first of them, or null. The whole block calls.
+__device__ __forceinline__ void go_through(Columns& state, Own (*tokens)[BATCH], const Run& run,
                                            const Where& where, float* out, int out_stride) {
-  const int part = threadIdx.x & 3, column = threadIdx.x / 4;
+  const int part = threadIdx.x % PARTS, column = threadIdx.x / PARTS * 2;
   Reader reader;
   reader.read(run, where, 0);
   __syncthreads();  // what was read may be overwritten
@@ -70,8 +71,8 @@ __device__ __forceinline__ void go_through(float4 (&s)[FOURS], Own (*tokens)[BAT
     __syncthreads();
     const int count = min(BATCH, run.count - first);
     for (int i = 0; i < count; ++i) {
-      const float y = go_on(s, tokens[turn][i], column, part);
-      if (part == 0 && out != nullptr) out[static_cast<long long>(first + i) * out_stride] = y;
+      const float y = state.go_on(tokens[turn][i], column, part);
+      if (part % 4 == 0 && out != nullptr) out[static_cast<long long>(first + i) * out_stride] = y;
     }
     if (goes_on) reader.put(tokens[turn ^ 1], run);
     __syncthreads();
@@ -125,7 +126,7 @@ delta_conv(const float* m, const void* taps, const float* histories, const float
   if (head == 0 && threadIdx.x == 0) stands[slot] = found;
 }
 
-// grid: (value heads * DIM / COLUMNS, rows), 128 threads: four lanes for each column of values.
+// grid: (value heads * DIM / COLUMNS, rows), 128 threads: eight lanes for two columns of values.
 // out: [tokens][value heads * DIM]. key_head_of: [value heads]. b, a: [tokens][value heads].
 extern "C" __global__ void __launch_bounds__(128)
 delta_step(const float* c, const float* c_log, const float* b, const float* a, const float* b_log,
@@ -141,15 +142,14 @@ delta_step(const float* c, const float* c_log, const float* b, const float* a, c
   const Heads heads{key_heads, value_heads};
   constexpr int SLICES = DIM / COLUMNS;
   const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES * COLUMNS;
-  const int column = slice + threadIdx.x / 4, part = threadIdx.x & 3, slot = slots[first];
+  const int column = slice + threadIdx.x / PARTS * 2, part = threadIdx.x % PARTS;
+  const int slot = slots[first], own = column + part / 4;  // the column that this lane writes
   const int channels = heads.channels(), found = stands[slot], q = key_head_of[head] * DIM;
   const Where where{q, q + key_heads * DIM, (2 * key_heads + head) * DIM + slice};
-  float4* matrix = reinterpret_cast<float4*>(
-      matrices + ((static_cast<long long>(slot) * value_heads + head) * DIM + column) * DIM);
-  float4 s[FOURS];
-#pragma unroll
-  for (int i = 0; i < FOURS; ++i)
-    s[i] = found == FRESH ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : matrix[4 * i + part];
+  float* matrix = matrices + (static_cast<long long>(slot) * value_heads + head) * DIM * DIM;
+  Columns s;
+  if (found == FRESH) s.clear();
+  else s.read(matrix, column, part);
   const long long logged = static_cast<long long>(slot) * WINDOW;
   if (found > 0)
     go_through(s, held,
@@ -157,19 +157,13 @@ delta_step(const float* c, const float* c_log, const float* b, const float* a, c
                 a_log + logged * value_heads + head, found, channels, value_heads, rate[head],
                 dt[head]},
                where, nullptr, 0);
-  if (is_provisional) {
-#pragma unroll
-    for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
-  }
+  if (is_provisional) s.write(matrix, column, part);
   const long long row = first;
   go_through(s, held,
              {c + row * channels, b + row * value_heads + head, a + row * value_heads + head,
               length, channels, value_heads, rate[head], dt[head]},
-             where, out + (row * value_heads + head) * DIM + column, value_heads * DIM);
-  if (!is_provisional) {
-#pragma unroll
-    for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
-  }
+             where, out + (row * value_heads + head) * DIM + own, value_heads * DIM);
+  if (!is_provisional) s.write(matrix, column, part);
 }
 
 // grid: (`norms` blocks for four heads of a token each, then of each row for 128 channels each), 128
@@ -189,8 +183,8 @@ delta_end(const float* o, const float* norm, const float* z, float* y, const flo
     if (run >= tokens * value_heads) return;
     const long long at = static_cast<long long>(run) * DIM + lane;
     float gates[PER_LANE];
-    read_gates(z + at, is_sigmoid, gates);
-    end_head(o + at, norm + lane, gates, y + at, eps);
+    read_head(z + at, gates);
+    end_head(o + at, norm + lane, gates, y + at, is_sigmoid, eps);
     return;
   }
   const int channels = heads.channels(), wide = (channels + 127) / 128;

@@ -51,12 +51,14 @@ struct Channel {
 };
 
 // `count` tokens, which are `channels` apart from x on, become queries, keys and values in shared
-// memory. head: 0 queries, 1 keys, 2 values, 3: nothing.
-__device__ __forceinline__ void convolve(Channel& channel, const float* x, int count, int channels,
-                                         int head, Shared& sh, float eps) {
+// memory. head: 0 queries, 1 keys, 2 values, 3: nothing. next: the first token's, asked for early.
+__device__ __forceinline__ void convolve(Channel& channel, const float* x, float next, int count,
+                                         int channels, int head, Shared& sh, float eps) {
   const float length = head == 0 ? 1.0f / sqrtf(static_cast<float>(DIM)) : 1.0f;
   for (int i = 0; i < count; ++i) {
-    float y = head < 3 ? channel.go_on(x[static_cast<long long>(i) * channels]) : 0.0f;
+    const float input = next;
+    if (head < 3 && i + 1 < count) next = x[static_cast<long long>(i + 1) * channels];
+    float y = head < 3 ? channel.go_on(input) : 0.0f;
     const float norm = length / sqrtf(head_sum(y * y, sh.sums, head) + eps);
     if (head < 2) y *= norm;
     Own& own = sh.tokens[i];
@@ -65,14 +67,14 @@ __device__ __forceinline__ void convolve(Channel& channel, const float* x, int c
   }
 }
 
-// What else of `count` tokens their steps need; b, a: of the head, `apart` from token to token.
-__device__ __forceinline__ void put_gates(Shared& sh, const float* b, const float* a, int count,
-                                          int apart, float rate, float dt) {
-  const int i = threadIdx.x;
-  if (i < count) {
-    sh.tokens[i].decay = decay_of(a[i * apart], rate, dt);
-    sh.tokens[i].rate = sigmoid(b[i * apart]);
-  }
+// What else of a token its step needs; by one thread.
+__device__ __forceinline__ void put_gates(Shared& sh, int i, float b, float a, float rate,
+                                          float dt) {
+  sh.tokens[i].gates.decay = decay_of(a, rate, dt), sh.tokens[i].gates.rate = sigmoid(b);
+}
+
+// The whole block calls, when tokens are there.
+__device__ __forceinline__ void finish_tokens(Shared& sh) {
   __syncthreads();
   if (threadIdx.x < 16 * BATCH) multiply_both(sh.tokens);
   __syncthreads();
@@ -87,7 +89,7 @@ __device__ __forceinline__ bool comes_last(unsigned* ticket, int count) {
 
 using namespace voltapile;
 
-// grid: (value heads, rows), 4 DIM threads: four lanes for each column of values. members: of each
+// grid: (value heads, rows), 4 DIM threads: eight lanes for two columns of values. members: of each
 // key head, how many value heads it has. tickets: zeros, [rows][key heads + 1]. y: [tokens][value
 // heads * DIM].
 extern "C" __global__ void __launch_bounds__(4 * DIM, 1)
@@ -106,8 +108,8 @@ delta_row(const float* m, const float* z, const float* b, const float* a, const 
   }
   const int length = min(row_length(slots, tokens, first), BATCH), slot = slots[first];
   const int found = standing(Step{slots, positions, kept, tokens, 0}, logged, first);
-  const int head = blockIdx.x, key_head = key_head_of[head], part = threadIdx.x & 3;
-  const int column = threadIdx.x / 4, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int head = blockIdx.x, key_head = key_head_of[head], part = threadIdx.x % PARTS;
+  const int column = threadIdx.x / PARTS * 2, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int channels = Heads{key_heads, value_heads}.channels(), depth = count - 1;
   const int kind_of_head = threadIdx.x / DIM;  // see convolve
   const int whole = kind_of_head == 0   ? key_head
@@ -126,50 +128,57 @@ delta_row(const float* m, const float* z, const float* b, const float* a, const 
     if (j < PAST)
       channel.past[j] = tap < 0 || found == FRESH ? 0.0f : __ldcg(history + tap * channels);
   }
-  float4* matrix = reinterpret_cast<float4*>(
-      matrices + ((static_cast<long long>(slot) * value_heads + head) * DIM + column) * DIM);
-  float4 s[FOURS];
-#pragma unroll
-  for (int i = 0; i < FOURS; ++i)
-    s[i] = found == FRESH ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : matrix[4 * i + part];
+  float* matrix = matrices + (static_cast<long long>(slot) * value_heads + head) * DIM * DIM;
+  Columns s;
+  if (found == FRESH) s.clear();
+  else s.read(matrix, column, part);
+  const float own_rate = rate[head], own_dt = dt[head];
   grid_wait();
 
   if (found > 0) {
-    convolve(channel, log, found, channels, kind_of_head, sh, eps);
-    const long long place = logged_at * value_heads + head;
-    put_gates(sh, b_log + place, a_log + place, found, value_heads, rate[head], dt[head]);
-    for (int i = 0; i < found; ++i) go_on(s, sh.tokens[i], column, part);
+    const long long at = (logged_at + threadIdx.x) * value_heads + head;
+    if (threadIdx.x < found) put_gates(sh, threadIdx.x, b_log[at], a_log[at], own_rate, own_dt);
+    const float next = kind_of_head < 3 ? log[0] : 0.0f;
+    convolve(channel, log, next, found, channels, kind_of_head, sh, eps);
+    finish_tokens(sh);
+    for (int i = 0; i < found; ++i) s.go_on(sh.tokens[i], column, part);
   }
-  float past[PAST];
+  // Asked for early.
+  const float* row = m + static_cast<long long>(first) * channels + own;
+  const float next = kind_of_head < 3 ? row[0] : 0.0f;
+  const long long place = static_cast<long long>(first) * value_heads + head;
+  const long long ended = (place + warp * value_heads) * DIM + lane;  // by this warp
+  const bool has_token = threadIdx.x < length;
+  const float own_b = has_token ? b[place + threadIdx.x * value_heads] : 0.0f;
+  const float own_a = has_token ? a[place + threadIdx.x * value_heads] : 0.0f;
+  float gates[PER_LANE], past[PAST];
+  if (warp < length) read_head(z + ended, gates);
   if (is_provisional) {
-#pragma unroll
-    for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
+    s.write(matrix, column, part);
 #pragma unroll
     for (int j = 0; j < PAST; ++j) past[j] = channel.past[j];
   }
-  __syncthreads();  // the state has been read
-  if (threadIdx.x == 0) {
+  __syncthreads();  // the tokens that stand are done with
+  if (has_token) put_gates(sh, threadIdx.x, own_b, own_a, own_rate, own_dt);
+  convolve(channel, row, next, length, channels, kind_of_head, sh, eps);
+  finish_tokens(sh);
+  // The block has used what it read of the state, and takes its tickets; answers come meanwhile.
+  const bool asks = threadIdx.x == blockDim.x - 1;
+  bool is_last_of_key = false, is_last_of_row = false;
+  if (asks) {
     unsigned* own_tickets = tickets + blockIdx.y * (key_heads + 1);
-    __threadfence();
-    sh.is_last_of_key = comes_last(own_tickets + key_head, members[key_head]);
-    sh.is_last_of_row = comes_last(own_tickets + key_heads, value_heads);
+    is_last_of_key = comes_last(own_tickets + key_head, members[key_head]);
+    is_last_of_row = comes_last(own_tickets + key_heads, value_heads);
   }
-  const float* row = m + static_cast<long long>(first) * channels + own;
-  const long long place = static_cast<long long>(first) * value_heads + head;
-  float gates[PER_LANE];
-  const long long ended = (place + warp * value_heads) * DIM + lane;  // by this warp
-  if (warp < length) read_gates(z + ended, is_sigmoid, gates);
-  convolve(channel, row, length, channels, kind_of_head, sh, eps);
-  put_gates(sh, b + place, a + place, length, value_heads, rate[head], dt[head]);
   for (int i = 0; i < length; ++i) {
-    const float out = go_on(s, sh.tokens[i], column, part);
-    if (part == 0) sh.o[i][column] = out;
+    const float out = s.go_on(sh.tokens[i], column, part);
+    if (part % 4 == 0) sh.o[i][column + part / 4] = out;
   }
+  if (asks) sh.is_last_of_key = is_last_of_key, sh.is_last_of_row = is_last_of_row;
   __syncthreads();
-  if (warp < length) end_head(sh.o[warp] + lane, norm + lane, gates, y + ended, eps);
+  if (warp < length) end_head(sh.o[warp] + lane, norm + lane, gates, y + ended, is_sigmoid, eps);
   if (!is_provisional) {
-#pragma unroll
-    for (int i = 0; i < FOURS; ++i) matrix[4 * i + part] = s[i];
+    s.write(matrix, column, part);
 #pragma unroll
     for (int j = 0; j < PAST; ++j) past[j] = channel.past[j];
   }
@@ -180,10 +189,10 @@ delta_row(const float* m, const float* z, const float* b, const float* a, const 
     if (is_provisional)
       for (int i = 0; i < length; ++i) log[i * channels] = row[static_cast<long long>(i) * channels];
   }
-  const int noted = is_provisional ? length : 0, i = threadIdx.x;
-  if (i < noted) {
-    const long long to = (logged_at + i) * value_heads + head;
-    b_log[to] = b[place + i * value_heads], a_log[to] = a[place + i * value_heads];
+  const int noted = is_provisional ? length : 0;
+  if (threadIdx.x < noted) {
+    const long long to = (logged_at + threadIdx.x) * value_heads + head;
+    b_log[to] = own_b, a_log[to] = own_a;
   }
   if (threadIdx.x == 0 && sh.is_last_of_row) logged[slot] = noted;
 }

@@ -4,6 +4,7 @@
 //
 // All in float32; a sum's order knows its matrix alone, so that a row's bits depend on no company.
 // -D FORMAT of the three matrices; ROWS of a block of stream_down.
+#include "attention_copies.cuh"
 #include "block.cuh"
 #include "grid.cuh"
 #include "mix_weights.cuh"
@@ -21,19 +22,22 @@ static_assert(ROWS < SUMS);
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// What was computed before, and how much of it each stream gets.
+// How much each stream gets of what was computed before; it is added as in stream_add.
 struct Before {
-  const float *inject, *y;  // [tokens][S], [tokens][width]; or null
-  int count, width;
+  const float* inject;  // [tokens][S]
+  int count;
 
   __device__ __forceinline__ float share(long long t, int stream) const {
     return 2.0f * sigmoid(inject[t * count + stream] / count);
   }
-  // As stream_add has it.
-  __device__ __forceinline__ float added(float x, float share, long long t, int i) const {
-    return fmaf(share, y[t * width + i], x);
-  }
 };
+
+__device__ __forceinline__ void eight_of(const float* from, float (&out)[EIGHT]) {
+  const float4 a = reinterpret_cast<const float4*>(from)[0];
+  const float4 b = reinterpret_cast<const float4*>(from)[1];
+  out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
+  out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
+}
 
 // Sums of SUMS values over a warp; lane 2 i gets that of value i.
 template <int WIDTH>
@@ -51,11 +55,23 @@ __device__ __forceinline__ float sum_of_mine(float (&a)[SUMS], int lane) {
   }
 }
 
+// Sixteen bytes to shared memory, there after wait_for_copies at the latest.
+__device__ __forceinline__ void copy_whole(void* to, const void* from) {
+#if VP_ARCH >= 800
+  copy_async(to, from, 16);
+#else
+  *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+#endif
+}
+
 // A row's product with PART columns of each token's `lows`, to out[token * apart].
 __device__ __forceinline__ void multiply_part(const std::uint8_t* row, const float* lows, int low,
                                               int piece, int tokens, float* out, int apart) {
   float sum[TOKENS] = {};
-  for (int at = PART * piece; at < min(low, PART * (piece + 1)); at += EIGHT) {
+#pragma unroll (IS_STAGED ? PART / EIGHT : 1)
+  for (int i = 0; i < PART / EIGHT; ++i) {
+    const int at = PART * piece + EIGHT * i;
+    if (at >= low) break;
     const auto raw = Eight<Format>::read(row, at);
     const float factor = Eight<Format>::factor(raw);
     float w[EIGHT];
@@ -106,7 +122,7 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
 #pragma unroll
   for (int i = 0; i < EIGHT; ++i) weight[i] = is_in ? norm[at + i] : 0.0f;
   grid_wait();
-  const Before before{inject_before, y_before, count, width};
+  const Before before{inject_before, count};
   for (int begin = blockIdx.y * TOKENS; begin < min(tokens, static_cast<int>(blockIdx.y + 1) * TOKENS);
        begin += PASS) {
     const int here = min(PASS, tokens - begin);
@@ -116,14 +132,18 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
       squares[t] = 0.0f;
       if (t >= here) continue;
       const long long token = begin + t;
-      const float* from = x + token * count * width + at;
-      const float share = y_before != nullptr ? before.share(token, stream) : 0.0f;
+      float added[EIGHT];
+      eight_of(x + token * count * width + at, own[t]);
+      if (y_before != nullptr) {
+        eight_of(y_before + token * width + (at - stream * width), added);
+        const float share = before.share(token, stream);
+#pragma unroll
+        for (int i = 0; i < EIGHT; ++i) own[t][i] = fmaf(share, added[i], own[t][i]);
+      }
 #pragma unroll
       for (int i = 0; i < EIGHT; ++i) {
-        float value = from[i];
-        if (y_before != nullptr) value = before.added(value, share, token, at - stream * width + i);
-        squares[t] = is_in ? fmaf(value, value, squares[t]) : 0.0f;
-        own[t][i] = value * weight[i];
+        squares[t] = is_in ? fmaf(own[t][i], own[t][i], squares[t]) : 0.0f;
+        own[t][i] *= weight[i];
       }
     }
     __syncthreads();  // sums may still be read
@@ -154,7 +174,9 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
     const int t = threadIdx.x / SUMS, r = threadIdx.x % SUMS;
     for (int i = t; i < here; i += blockDim.x / SUMS) {
       float square = 0.0f, sum = 0.0f;
-      for (int w = 0; w < warps; ++w) square += sums[i][w][ROWS], sum += sums[i][w][r];
+#pragma unroll
+      for (int w = 0; w < 16; ++w)
+        if (w < warps) square += sums[i][w][ROWS], sum += sums[i][w][r];
       const float factor = 1.0f / sqrtf(square / width + eps);
       const long long place = static_cast<long long>(begin + i) * count + stream;
       if (r < ROWS && first + r < all) parts[place * all + first + r] = sum * factor;
@@ -179,16 +201,18 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
   float* gates = lows + TOKENS * low;
   if constexpr (IS_STAGED) {
     const int bytes = own * row_size;  // of a stream
-    for (int s = 0; s < count; ++s) {
-      const std::uint8_t* from = up + (static_cast<long long>(s) * width + first) * row_size;
-      std::uint8_t* to = shared + s * bytes;
-      if ((bytes | row_size * first | row_size * width) % 16 == 0)
-        for (int i = threadIdx.x; i < bytes / 16; i += blockDim.x)
-          reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
-      else
-        for (int i = threadIdx.x; i < bytes / 2; i += blockDim.x)
-          reinterpret_cast<unsigned short*>(to)[i] = reinterpret_cast<const unsigned short*>(from)[i];
+    const long long apart = static_cast<long long>(width) * row_size;
+    const std::uint8_t* from = up + static_cast<long long>(first) * row_size;
+    if ((bytes | row_size * first | row_size * width) % 16 == 0) {
+#pragma unroll 4
+      for (int i = 16 * threadIdx.x; i < count * bytes; i += 16 * blockDim.x)
+        copy_whole(shared + i, from + i / bytes * apart + i % bytes);
+    } else {
+      for (int i = 2 * threadIdx.x; i < count * bytes; i += 2 * blockDim.x)
+        *reinterpret_cast<unsigned short*>(shared + i) =
+            *reinterpret_cast<const unsigned short*>(from + i / bytes * apart + i % bytes);
     }
+    commit_copies();
   }
   grid_wait();
   const int begin = blockIdx.y * TOKENS, here = min(TOKENS, tokens - begin);
@@ -196,36 +220,43 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
   const bool joins = static_cast<int>(threadIdx.x) < here * own;
   const int column = joins ? first + static_cast<int>(threadIdx.x) % own : first;
   const long long token = begin + (joins ? static_cast<int>(threadIdx.x) / own : 0);
-  float value[STREAMS], weight[STREAMS];
+  float value[STREAMS], weight[STREAMS], share[STREAMS], added = 0.0f;
+  if (y_before != nullptr) added = y_before[token * width + column];
 #pragma unroll
   for (int s = 0; s < STREAMS; ++s) {
     if (s >= count) continue;
     value[s] = x[(token * count + s) * width + column];
-    weight[s] = factors[token * count + s] * norm[s * width + column];
+    weight[s] = factors[token * count + s];
+    share[s] = y_before != nullptr ? inject_before[token * count + s] : 0.0f;
   }
-  if (y_before != nullptr) {
-    const Before before{inject_before, y_before, count, width};
+  // Of row i of `down`, counted over all tokens, or of `inject` behind them.
+  const auto product = [&](int t, int row) {
+    float part[STREAMS], sum = 0.0f;
+    const float* from = parts + static_cast<long long>(begin + t) * count * all + row;
 #pragma unroll
-    for (int s = 0; s < STREAMS; ++s) {
-      if (s >= count) continue;
-      value[s] = before.added(value[s], before.share(token, s), token, column);
-      if (joins) x[(token * count + s) * width + column] = value[s];
-    }
-  }
+    for (int s = 0; s < STREAMS; ++s) part[s] = s < count ? from[s * all] : 0.0f;
+#pragma unroll
+    for (int s = 0; s < STREAMS; ++s)
+      if (s < count) sum += part[s];
+    return sum;
+  };
   for (int i = threadIdx.x; i < here * low; i += blockDim.x) {
-    const long long place = static_cast<long long>(begin + i / low) * count;
-    float sum = 0.0f;
-    for (int s = 0; s < count; ++s) sum += parts[(place + s) * all + i % low];
-    sum *= scale;
+    const float sum = scale * product(i / low, i % low);
     lows[i] = sum * sigmoid(sum);
   }
   if (blockIdx.x == 0)
-    for (int i = threadIdx.x; i < here * injects; i += blockDim.x) {
-      const long long place = static_cast<long long>(begin + i / injects) * count;
-      float sum = 0.0f;
-      for (int s = 0; s < count; ++s) sum += parts[(place + s) * all + low + i % injects];
-      injected[place / count * injects + i % injects] = sum;
-    }
+    for (int i = threadIdx.x; i < here * injects; i += blockDim.x)
+      injected[static_cast<long long>(begin) * injects + i] =
+          product(i / injects, low + i % injects);
+#pragma unroll
+  for (int s = 0; s < STREAMS; ++s) {
+    if (s >= count) continue;
+    weight[s] *= norm[s * width + column];
+    if (y_before == nullptr) continue;
+    value[s] = fmaf(2.0f * sigmoid(share[s] / count), added, value[s]);
+    if (joins) x[(token * count + s) * width + column] = value[s];
+  }
+  if constexpr (IS_STAGED) wait_for_copies<0>();
   __syncthreads();
   const int pieces = (low + PART - 1) / PART;
   for (int item = threadIdx.x; item < rows * pieces; item += blockDim.x) {
@@ -243,6 +274,7 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
     if (s >= count) continue;
     const float* own_gates = gates + (threadIdx.x / own) * rows + s * own + threadIdx.x % own;
     float gate = 0.0f;
+#pragma unroll 4
     for (int piece = 0; piece < pieces; ++piece) gate += own_gates[piece * TOKENS * rows];
     mean += value[s] * weight[s] * sigmoid(gate);
   }

@@ -47,14 +47,15 @@ extern "C" __global__ void stream_mix(const float* x, const float* gate, float* 
 }
 
 // grid: (width / 256, tokens). stream s of x += 2 sigmoid(inject[token][s] / S) * y
-extern "C" __global__ void stream_add(float* x, const float* inject, const float* y, int width,
-                                      int count) {
+extern "C" __global__ void stream_add(float* __restrict__ x, const float* __restrict__ inject,
+                                      const float* __restrict__ y, int width, int count) {
   grid_launch();
   grid_wait();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= width) return;
   const long long token = blockIdx.y;
   const float value = y[token * width + i];
+#pragma unroll 4
   for (int s = 0; s < count; ++s) {  // as stream_in.cu has it
     float& place = x[(token * count + s) * width + i];
     place = fmaf(2.0f * sigmoid(inject[token * count + s] / count), value, place);
