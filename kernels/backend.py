@@ -45,6 +45,7 @@ def _describe_cpu() -> dict[str, Any]:
         "unpacked_bytes": 0.0,
         "choices": {},
         "group_bytes": ROOM,
+        "splits_positions": True,
     }
 
 
@@ -67,6 +68,7 @@ def _describe_reference() -> dict[str, Any]:
         "unpacked_bytes": 0.0,
         "choices": {},
         "group_bytes": ROOM,
+        "splits_positions": True,
     }
 
 

@@ -49,6 +49,7 @@ class Batch:
     history: Array | None = None  # SlotState's, for models that look at tokens before theirs
     kept: Array | None = None  # int32[S] tokens of a slot's provisional step that stand; None: all
     is_provisional: bool = False  # see kernels/families.py
+    here: Any = None  # Kept (kernels/positions.py), where ranks share out positions
 
 
 @dataclass

@@ -75,6 +75,9 @@ def draft_of(
     spread: Spread,
     warnings: Sequence[str],
 ) -> Draft:
+    # A page is a run of each rank that shares out its positions.
+    page = backend.page_tokens * spread.parts_of_page
+    backend = msgspec.structs.replace(backend, page_tokens=page)
     steps = options.steps_in_flight or (1 if spread.mode == "layer" else STEPS_IN_FLIGHT)
     kept = _checkpoints(spec, gguf, machine, backend, options, spread)
     load = Load(options.slots or DEFAULT_SLOTS, options.batch_tokens, steps, kept)

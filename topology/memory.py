@@ -158,7 +158,8 @@ def page_bytes(group: CacheGroup, share: Share, layers: Sequence[int]) -> int:
     count = len(set(group.layers) & set(layers))
     heads = group.page_bytes // len(group.layers) - group.index_bytes
     kv_heads = share.kv_heads[1] - share.kv_heads[0]
-    return count * (heads // group.kv_heads * kv_heads + group.index_bytes)
+    own = heads // group.kv_heads * kv_heads // (share.kv_runs.parts if share.kv_runs else 1)
+    return count * (own + group.index_bytes)
 
 
 def _most(caches: Sequence[CacheGroup], load: Load) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     group_bytes: int = 0  # what a rank of several keeps for each of them to be written to
     # Of formats that change at load: bytes of a block in the file, and then.
     repacked: dict[str, tuple[int, int]] = {}
+    splits_positions: bool = False  # ranks may share out keys and values by position
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +70,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     compress_ratio: int = 0  # --compress-ratio: positions of a block that an indexer chooses
     router_input: str = ""  # f32: not rounded to BF16 where the model's router was trained on that
     tensor_split: list[float] = []  # -ts: proportions of the ranks; [] means equal ones
+    kv_split: str = ""  # --kv-split: heads | positions; "" means heads
     islands: list[int] = []  # --islands: of each rank; [] means as the GPUs reach each other
     devices: list[int] = []  # --device: GPUs by their index; [] means those that help
     gpu_layers: int = -1  # -ngl: last layers in VRAM, the output matrix one of them; -1: all

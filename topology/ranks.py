@@ -16,7 +16,7 @@ from voltapile.shm.gguf import Tensor
 from voltapile.topology.affinity import choose_cpus
 from voltapile.topology.machine import CpuNode, Machine, islands
 from voltapile.topology.plan import Backend, Options, PlanError
-from voltapile.topology.share import Share, divide, layer_shares, tensor_shares, whole
+from voltapile.topology.share import Share, by_positions, divide, layer_shares, tensor_shares, whole
 from voltapile.topology.spec import Spec
 
 MODES = ("none", "layer", "tensor", "experts")
@@ -34,6 +34,12 @@ class Spread:
     mode: str
     places: list[int]  # of each rank, in the Machine's list of GPUs
     shares: list[Share]
+
+    @property
+    def parts_of_page(self) -> int:
+        """So many ranks share out the positions of a page."""
+        runs = self.shares[0].kv_runs
+        return runs.parts if runs else 1
 
 
 def seen(machine: Machine, backend: Backend, options: Options) -> Machine:
@@ -100,8 +106,25 @@ def spreads(
         places = [place for place, part in zip(places, parts, strict=True) if part]
         parts = [part for part in parts if part]  # a part of 0 is no rank
         mode = usual if len(places) > 1 else "single"
-        found.append(Spread(mode, places, _shares(spec, tensors, mode, parts)))
+        shares = _shares(spec, tensors, mode, parts)
+        if options.kv_split == "positions" and mode in ("tensor", "experts"):
+            shares = _by_positions(spec, backend, shares)
+        found.append(Spread(mode, places, shares))
     return found
+
+
+def _by_positions(spec: Spec, backend: Backend, shares: Sequence[Share]) -> list[Share]:
+    """Raises PlanError."""
+    reason = ""
+    if not backend.splits_positions:
+        reason = f"the {backend.name} backend cannot do that yet"
+    elif any(need.window or need.kind != "full" for need in spec.caches):
+        reason = f"a {spec.architecture} model has layers that do not look at all positions"
+    elif any(share.heads[0] == share.heads[1] for share in shares):
+        reason = f"there are more ranks ({len(shares)}) than query heads that they could compute"
+    if reason:
+        raise PlanError(f"--kv-split positions: {reason}; use --kv-split heads")
+    return by_positions(spec, shares, backend.page_tokens)
 
 
 def _check(machine: Machine, backend: Backend, options: Options) -> None:
@@ -110,6 +133,8 @@ def _check(machine: Machine, backend: Backend, options: Options) -> None:
         raise PlanError(f"--ranks {ranks}: expected 1 to {MAX_RANKS}, or 0 to choose")
     if mode and mode not in (*MODES, "row"):
         raise PlanError(f"-sm {mode}: expected one of {', '.join(MODES)}")
+    if options.kv_split not in ("", "heads", "positions"):
+        raise PlanError(f"--kv-split {options.kv_split}: expected heads or positions")
     if mode == "none" and ranks > 1:
         raise PlanError(f"-sm none computes on one rank, but --ranks is {ranks}")
     if not backend.in_vram:

@@ -79,6 +79,7 @@ def _attention(spec: Spec, share: Share, own: float) -> float:
         + (4 + A) o'                             output within whole blocks of columns
         + 4 H (v_dim + 2) + 4 D                  partial sums, output before its norm
         + 4 q + 4 (index queries + chosen)       gate of the output; qsa
+        + 4 H' (k_dim + 2 v_dim + parts + 3)     all heads' queries and answers, of runs
 
     q, o = H * key_dim, H * value_dim; k, v alike for KV heads.
     """
@@ -89,6 +90,8 @@ def _attention(spec: Spec, share: Share, own: float) -> float:
     found += own * (o + LONGEST_BLOCK) if share.is_part else 0
     found += 4 * heads * (spec.value_dim + 2) + 4 * spec.width
     found += 4 * q if spec.has_output_gate else 0
+    if share.kv_runs:
+        found += 4 * spec.heads * (spec.key_dim + 2 * spec.value_dim + share.kv_runs.parts + 3)
     if spec.indexer:
         indexer = spec.indexer
         found += 4 * (indexer.heads * indexer.key_dim + indexer.top_k + indexer.block)

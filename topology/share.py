@@ -16,6 +16,15 @@ from voltapile.topology.spec import Spec
 Range = tuple[int, int]  # begin, end; equal: nothing
 
 
+class KvRuns(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the positions of every KV head a rank keeps run number `part` of each `parts`."""
+
+    part: int
+    parts: int
+    run: int  # positions
+    heads: list[int]  # how many query heads each rank has
+
+
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank computes. Numbers are the model's own; local ones count from 0 in this order.
 
@@ -26,7 +35,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     layers: list[int]  # that run here, in order
     heads: Range  # query heads
     kv_heads: Range  # whose keys and values are kept here
-    head_map: list[int]  # local query head -> local KV head
+    head_map: list[int]  # query head that is looked at here -> local KV head
     ffn: Range  # columns of gate and up, and of down's input
     vocab: Range  # rows of the output matrix
     vocab_parts: list[int] = []  # how many rows each rank has; []: this one's sums are whole
@@ -37,6 +46,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     shared_ffn: Range = (0, 0)  # columns of the shared expert
     key_heads: list[int] = []  # of delta nets
     value_heads: list[int] = []  # of delta nets
+    kv_runs: KvRuns | None = None  # all query heads look at some positions; None: own ones at all
     previous: int = -1  # the rank that hands on to this one
     following: int = -1  # the rank that this one hands on to
 
@@ -75,6 +85,22 @@ def tensor_shares(
     return [
         msgspec.structs.replace(share, vocab_parts=sizes, **experts[rank], **delta[rank])
         for rank, share in enumerate(plain)
+    ]
+
+
+def by_positions(spec: Spec, shares: Sequence[Share], run: int) -> list[Share]:
+    """The same, with keys and values shared out by runs of positions instead of by head: every rank
+    keeps all KV heads, at some of the positions."""
+    sizes = [share.heads[1] - share.heads[0] for share in shares]
+    head_map = [head * spec.kv_heads // spec.heads for head in range(spec.heads)]
+    return [
+        msgspec.structs.replace(
+            share,
+            kv_heads=(0, spec.kv_heads),
+            head_map=head_map,
+            kv_runs=KvRuns(part=rank, parts=len(shares), run=run, heads=sizes),
+        )
+        for rank, share in enumerate(shares)
     ]
 
 

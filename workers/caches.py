@@ -139,8 +139,9 @@ class Caches:
 
 
 def _layers(plan: Plan, ops: Ops, share: Share) -> list[LayerKV]:
-    """Of this rank's layers, in order, its own KV heads."""
+    """Of this rank's layers, in order, its own KV heads, or its own run of each page."""
     kv_heads = share.kv_heads[1] - share.kv_heads[0]
+    parts = share.kv_runs.parts if share.kv_runs else 1
     layers: dict[int, LayerKV] = {}
     for number, group in enumerate(plan.caches):
         for layer in set(group.layers) & set(share.layers):
@@ -149,7 +150,7 @@ def _layers(plan: Plan, ops: Ops, share: Share) -> list[LayerKV]:
                 kv = ops.kv_cache(
                     group.pages,
                     kv_heads,
-                    group.page_tokens,
+                    group.page_tokens // parts,
                     group.key_dim,
                     group.value_dim,
                     group.key_type,

@@ -8,15 +8,17 @@ states that were kept. Knows no requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
-from voltapile.kernels.ops import Batch, Ops
+from voltapile.kernels.ops import Array, Batch, Ops
+from voltapile.kernels.positions import PositionOps
 from voltapile.topology.share import Share
 from voltapile.topology.spec import Spec
 from voltapile.workers.batch import BatchBuffer
 from voltapile.workers.caches import LayerKV
 from voltapile.workers.checkpoints import Checkpoints
-from voltapile.workers.models.blocks import Model
+from voltapile.workers.models.blocks import Model, runs_of
 from voltapile.workers.protocol import Row
 
 
@@ -70,15 +72,22 @@ class Search:
                 return f"first in the state of layer {number}"
             if layer.kv is None:
                 continue
-            heads = self.share.head_map
             with self.ops.scope():
-                seen = self.ops.attention(self.nothing, layer.kv, batch, layer.group, heads, 1.0)
-                if not np.isfinite(self.ops.to_host(seen)).all():
+                if not np.isfinite(self.ops.to_host(self._look(batch, layer))).all():
                     is_handed_on = number == self.share.layers[0] and not self.share.embeds
                     since = " or before" if is_handed_on else ""
                     return f"first in the keys and values of layer {number}{since}"
         what = "states, " if states else ""
         return f"after the {what}keys and values of layer {self.share.layers[-1]}"
+
+    def _look(self, batch: Batch, layer: LayerKV) -> Array:
+        """What a query of zeros sees in this rank's cache."""
+        heads, runs = self.share.head_map, runs_of(self.share)
+        if runs is None:
+            return self.ops.attention(self.nothing, layer.kv, batch, layer.group, heads, 1.0)
+        ops = cast(PositionOps, self.ops)
+        here = ops.kept(batch, runs).seen
+        return ops.attention_part(self.nothing, layer.kv, here, layer.group, heads, 1.0)[0]
 
     def _batch(self, row: Row) -> Batch:
         batch = self.buffer.fill([row])

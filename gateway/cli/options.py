@@ -79,6 +79,9 @@ def _add_placement_options(parser: argparse.ArgumentParser) -> None:
         help="cpu, cuda, or GPUs by number: cuda:0,cuda:2")  # fmt: skip
     add("--ranks", type=int, default=0, metavar="N",
         help="worker processes that compute together; 0: choose")  # fmt: skip
+    add("--kv-split", default="", choices=("heads", "positions"),
+        help="what ranks share out of keys and values; positions: where there are more ranks than "
+        "KV heads, each then keeps a part of every context")  # fmt: skip
     add("-sm", "--split-mode", default="", choices=("none", "layer", "tensor", "experts", "row"),
         help="how ranks share the model: whole layers, a part of each, or experts")  # fmt: skip
     add("-ts", "--tensor-split", default=[], type=parts, metavar="N,N,...",
@@ -261,6 +264,7 @@ def options_of(args: argparse.Namespace, endpoint: str = "") -> Options:
         router_input="f32" if args.router_input == "f32" else "",
         ranks=args.ranks,
         split_mode=args.split_mode,
+        kv_split=args.kv_split,
         tensor_split=args.tensor_split,
         devices=devices(args.device),
         islands=args.islands,

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, cast
 
 import numpy as np
 from voltapile.kernels.ops import Array, Batch, Ops, Weight
+from voltapile.kernels.positions import PositionOps, Runs
 from voltapile.topology.share import Range, Share
 from voltapile.topology.spec import Rope, Spec, inv_freq
 
@@ -139,6 +141,8 @@ class Decoder(Model):
         self, batch: Batch, caches: Sequence[LayerCache], taps: Collection[int] = ()
     ) -> tuple[Array | None, dict[int, Array]]:
         ops, share = self.ops, self.share
+        if runs := runs_of(share):
+            batch = replace(batch, here=cast(PositionOps, ops).kept(batch, runs))
         x = self._begin(batch)  # [T, D]
         angles = {
             rope: ops.rope_angles(batch.rope_positions, frequencies, scale)
@@ -178,6 +182,12 @@ class Decoder(Model):
             logits = self.ops.all_gather(logits, len(hidden), self.share.vocab_parts)
         cap = self.spec.logit_softcap
         return self.ops.softcap_(logits, cap) if cap else logits
+
+
+def runs_of(share: Share) -> Runs | None:
+    """Which positions' keys and values this rank keeps; None: all of its heads'."""
+    runs = share.kv_runs
+    return Runs(runs.part, runs.parts, runs.run) if runs else None
 
 
 class PreNormBlock:
@@ -238,6 +248,7 @@ class Attention:
     def __init__(self, spec: Spec, share: Share, weights: Weights, layer: int, ops: Ops) -> None:
         blk = f"blk.{layer}"
         self.ops, self.eps, self.head_map = ops, spec.eps, share.head_map
+        self.others = OtherPositions(spec, share, ops) if share.kv_runs else None
         if self.head_map:
             self.attn_qkv, self.attn_qkv_bias = qkv(weights, blk)
             self.attn_q_norm = weights.optional(f"{blk}.attn_q_norm.weight")
@@ -268,15 +279,48 @@ class Attention:
             angles,
             self.layout,
             cache.kv,
-            batch,
+            stored(batch),
             cache.group,
             self.eps,
             self.attn_q_norm,
             self.attn_k_norm,
         )
-        return ops.attention(
+        return self._look(q, batch, cache)
+
+    def _look(self, q: Array, batch: Batch, cache: LayerCache) -> Array:
+        if self.others is not None:
+            return self.others(q, batch, cache, self.head_map, self.scale)
+        return self.ops.attention(
             q, cache.kv, batch, cache.group, self.head_map, self.scale, self.window
         )
+
+
+def stored(batch: Batch) -> Batch:
+    """The batch as keys and values are to be stored here."""
+    return batch.here.stored if batch.here else batch
+
+
+class OtherPositions:
+    """Attention of this rank's heads where ranks share out keys and values by position: all heads
+    look at what is kept here, and what all ranks' parts give together is added up."""
+
+    def __init__(self, spec: Spec, share: Share, ops: Ops) -> None:
+        assert share.kv_runs is not None
+        self.ops, heads = cast(PositionOps, ops), share.kv_runs.heads
+        self.queries = [count * spec.key_dim for count in heads]
+        self.weights = [spec.heads] * len(heads)
+        begin, end = share.heads
+        self.own = (end - begin) * spec.value_dim, begin * spec.value_dim
+
+    def __call__(
+        self, q: Array, batch: Batch, cache: LayerCache, head_map: Sequence[int], scale: float
+    ) -> Array:
+        ops, tokens = self.ops, len(batch.slots)
+        q = ops.all_gather(q.reshape(tokens, -1), tokens, self.queries)
+        o, weights = ops.attention_part(q, cache.kv, batch.here.seen, cache.group, head_map, scale)
+        everyone = ops.all_gather(weights, tokens, self.weights)
+        whole = ops.all_reduce(ops.weigh_(o, weights, everyone), o.shape)
+        return ops.take(whole, *self.own)
 
 
 class DenseFFN:

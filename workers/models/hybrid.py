@@ -20,6 +20,7 @@ from voltapile.workers.models.blocks import (
     Stateful,
     Sum,
     Weights,
+    stored,
 )
 from voltapile.workers.models.experts import ExpertFFN
 
@@ -96,12 +97,12 @@ class GatedAttention(Attention):
         q, gate = ops.split_heads(both, self.key_dim)
         norms = self.attn_q_norm, self.attn_k_norm
         q = ops.rope_store(
-            q, k, v, angles, self.layout, cache.kv, batch, cache.group, self.eps, *norms
+            q, k, v, angles, self.layout, cache.kv, stored(batch), cache.group, self.eps, *norms
         )
         return ops.gate_(self._attend(q, h, angles, batch, cache), gate)
 
     def _attend(self, q: Array, h: Array, angles: Array, batch: Batch, cache: LayerCache) -> Array:
-        return self.ops.attention(q, cache.kv, batch, cache.group, self.head_map, self.scale)
+        return self._look(q, batch, cache)
 
 
 class DeltaNet:
