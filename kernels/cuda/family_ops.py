@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda import sparse
+from voltapile.kernels.cuda import plain, sparse
 from voltapile.kernels.cuda.experts import TICKETS
 from voltapile.kernels.cuda.families import CudaFamilies
-from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
 from voltapile.kernels.cuda.ops import CudaOps
+from voltapile.kernels.ops import Weight
 
 
 class CudaFamilyOps(CudaFamilies, CudaOps):
@@ -33,6 +35,21 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
     def rows_alone(self, x: DeviceArray) -> int | None:
         policy = self._policy_for(x)
         return None if policy.way(len(x) - policy.generated) == "rows" else policy.generated
+
+    def linears(
+        self, x: DeviceArray, weights: Sequence[Weight], biases: Sequence[Weight | None]
+    ) -> tuple[DeviceArray, ...]:
+        own = [each for each in weights if isinstance(each, CudaWeight)]
+        if any(bias is not None for bias in biases) or not plain.fits(own):
+            return super().linears(x, weights, biases)
+        alone = self.rows_alone(x)
+        if alone is None or alone >= len(x):
+            outs = tuple(self.scratch((len(x), each.shape[0])) for each in own)
+            alone = len(x)
+        else:
+            outs = super().linears(x, weights, biases)
+        plain.products(self, x[:alone], own, [out[:alone] for out in outs])
+        return outs
 
     def copy_page(self, cache: Any, source: int, target: int) -> None:
         if not isinstance(cache, sparse.IndexCache):

@@ -21,6 +21,7 @@ def _instances() -> list[Instance]:
         heads,
         matmul,
         mixes,
+        plain,
         rows,
         sampling,
         sparse,
@@ -28,7 +29,7 @@ def _instances() -> list[Instance]:
     )
 
     dense = rows, sampling, dummy, matmul, attention, heads, group
-    modules = *dense, experts, delta, streams, mixes, sparse
+    modules = *dense, experts, delta, streams, mixes, plain, sparse
     found = [instance for module in modules for instance in module.INSTANCES]
     assert len(set(found)) == len(found), "an instance is listed twice"
     return found

@@ -5,9 +5,8 @@
 // All in float32; a sum's order knows its matrix alone, so that a row's bits depend on no company.
 // -D FORMAT of the three matrices; ROWS of a block of stream_down.
 #include "attention_copies.cuh"
-#include "block.cuh"
 #include "grid.cuh"
-#include "mix_weights.cuh"
+#include "row_sums.cuh"
 
 namespace voltapile {
 
@@ -15,10 +14,9 @@ using Format = formats::FORMAT;
 constexpr int STREAMS = 4;  // most
 constexpr int TOKENS = 8;   // of a block
 constexpr int PASS = 2;     // of which stream_down has so many in registers
-constexpr int SUMS = 16;    // of a warp: ROWS, and the squares
 constexpr int PART = 32;    // columns that an item of stream_up sums
 constexpr bool IS_STAGED = Format::length > 1;  // rows come by way of shared memory
-static_assert(ROWS < SUMS);
+static_assert(ROWS < SUMS);  // and the squares
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -31,29 +29,6 @@ struct Before {
     return 2.0f * sigmoid(inject[t * count + stream] / count);
   }
 };
-
-__device__ __forceinline__ void eight_of(const float* from, float (&out)[EIGHT]) {
-  const float4 a = reinterpret_cast<const float4*>(from)[0];
-  const float4 b = reinterpret_cast<const float4*>(from)[1];
-  out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
-  out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
-}
-
-// Sums of SUMS values over a warp; lane 2 i gets that of value i.
-template <int WIDTH>
-__device__ __forceinline__ float sum_of_mine(float (&a)[SUMS], int lane) {
-  if constexpr (WIDTH == 0) {
-    return a[0] + __shfl_xor_sync(ALL, a[0], 1);
-  } else {
-    const bool is_upper = lane & 2 * WIDTH;
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-      const float sent = is_upper ? a[i] : a[i + WIDTH], kept = is_upper ? a[i + WIDTH] : a[i];
-      a[i] = kept + __shfl_xor_sync(ALL, sent, 2 * WIDTH);
-    }
-    return sum_of_mine<WIDTH / 2>(a, lane);
-  }
-}
 
 // Sixteen bytes to shared memory, there after wait_for_copies at the latest.
 __device__ __forceinline__ void copy_whole(void* to, const void* from) {
