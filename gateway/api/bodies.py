@@ -143,6 +143,8 @@ class ChatBody(OpenAi, kw_only=True):
     reasoning_effort: str | None = None
     reasoning_format: Literal["auto", "deepseek", "deepseek-legacy", "none"] | None = None
     enable_thinking: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

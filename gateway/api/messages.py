@@ -18,8 +18,9 @@ from voltapile.gateway.api.answer import feed
 from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.errors import ApiError, json_response
 from voltapile.gateway.api.generate import Delta, Generation, Outcome, started
-from voltapile.gateway.api.messages_schema import MessagesRequest, messages_request
+from voltapile.gateway.api.messages_schema import messages_request
 from voltapile.gateway.api.prompt import chat_prompt, conversation
+from voltapile.gateway.api.schema import ChatRequest
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 from voltapile.gateway.api.sse import EventStream
 from voltapile.gateway.dialects.dialect import Fragment
@@ -29,12 +30,12 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 async def messages(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
-    asked = await _read(request)
-    chat = await conversation(services, asked.chat, asked.prefill)
-    client, options = client_of(request), asked.chat.options
-    bounds = await bounds_of(services, options, chat.reading)
+    chat = await _read(request)
+    asked = await conversation(services, chat)
+    client, options = client_of(request), chat.options
+    bounds = await bounds_of(services, options, asked.reading)
     [generation] = started(
-        services, [chat.ids], options, client, reading=chat.reading, bounds=bounds
+        services, [asked.ids], options, client, reading=asked.reading, bounds=bounds
     )
     try:
         if options.stream:
@@ -48,12 +49,11 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    asked = await _read(request)
-    prompt = await chat_prompt(request.app[SERVICES], asked.chat, asked.prefill)
+    prompt = await chat_prompt(request.app[SERVICES], await _read(request))
     return json_response({"input_tokens": len(prompt)})
 
 
-async def _read(request: web.Request) -> MessagesRequest:
+async def _read(request: web.Request) -> ChatRequest:
     body = await read_body(request)
     vocab_size = request.app[SERVICES].tokenizer.vocab_size
     return await off_loop(len(body), messages_request, body, vocab_size)

@@ -7,7 +7,6 @@ tool_calls, each tool_result is a message of its own. It does not know how the a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from voltapile.gateway.api.errors import ApiError, bad_request
@@ -23,15 +22,7 @@ TAKEN = ("max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "strea
          "seed", "min_p", "cache_prompt", "ignore_eos")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class MessagesRequest:
-    """prefill: what the answer is to go on from, as the last message was the assistant's."""
-
-    chat: ChatRequest
-    prefill: str
-
-
-def messages_request(body: bytes, vocab_size: int) -> MessagesRequest:
+def messages_request(body: bytes, vocab_size: int) -> ChatRequest:
     fields = Fields.parse(body)
     thinking = fields.object("thinking")
     thinks = _thinks(thinking)
@@ -54,14 +45,14 @@ def messages_request(body: bytes, vocab_size: int) -> MessagesRequest:
     if not messages:
         raise bad_request("'messages' must hold something to answer", "messages")
     kwargs = dict(fields.object("chat_template_kwargs").values)
-    chat = ChatRequest(
+    return ChatRequest(
         messages=messages,
         template_kwargs={"enable_thinking": thinks} | kwargs,
         options=options,
         use=_tool_use(fields),
         body_bytes=len(body),
+        prefill=prefill,
     )
-    return MessagesRequest(chat, prefill)
 
 
 def _tool_use(fields: Fields) -> ToolUse:

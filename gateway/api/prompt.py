@@ -27,9 +27,8 @@ class Conversation:
     reading: Reading
 
 
-async def conversation(services: Services, chat: ChatRequest, prefill: str = "") -> Conversation:
-    """prefill: what the answer is to go on from."""
-    text = await rendered(services, chat) + prefill
+async def conversation(services: Services, chat: ChatRequest) -> Conversation:
+    text = await rendered(services, chat)
     encode, context = services.tokenizer.encode_chat, services.plan.context
     ids = await off_loop(len(text), _encoded, encode, text, context, "messages")
     assert services.template is not None
@@ -37,9 +36,9 @@ async def conversation(services: Services, chat: ChatRequest, prefill: str = "")
     return Conversation(checked(ids, context, "messages"), reading)
 
 
-async def chat_prompt(services: Services, chat: ChatRequest, prefill: str = "") -> list[int]:
+async def chat_prompt(services: Services, chat: ChatRequest) -> list[int]:
     """Only the ids."""
-    return (await conversation(services, chat, prefill)).ids
+    return (await conversation(services, chat)).ids
 
 
 async def completion_prompts(
@@ -78,10 +77,12 @@ async def rendered(services: Services, chat: ChatRequest) -> str:
         raise bad_request("this model has no chat template", "messages", "no_chat_template")
     try:
         shown = chat.use.shown or None
-        return await services.template.rendered(chat.messages, tools=shown, **chat.template_kwargs)
+        kwargs = chat.template_kwargs
+        text = await services.template.rendered(chat.messages, tools=shown, **kwargs)
     except TemplateError as error:
         message = f"the chat template refuses these messages: {error}"
         raise bad_request(message, "messages", "template_error") from error
+    return text + chat.prefill
 
 
 def checked(ids: list[int], context: int, param: str) -> list[int]:

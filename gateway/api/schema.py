@@ -36,6 +36,7 @@ class ChatRequest:
     body_bytes: int  # says how long rendering and tokenising may take
     use: ToolUse = NO_TOOLS
     splits_reasoning: bool = True  # reasoning is no content
+    prefill: str = ""  # what the answer goes on from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +56,17 @@ def chat_request(body: bytes, vocab_size: int) -> ChatRequest:
         logprobs=chat_logprobs(fields),
         vocab_size=vocab_size,
     )
-    messages = fields.list("messages")
-    if not messages:
+    given = fields.list("messages")
+    if not given:
         raise bad_request("'messages' must not be empty", "messages")
+    messages = [_message(message, i) for i, message in enumerate(given)]
+    prefill = _continued(fields, messages)
+    kwargs = _template_kwargs(fields)
     return ChatRequest(
-        messages=[_message(message, i) for i, message in enumerate(messages)],
-        template_kwargs=_template_kwargs(fields),
+        messages=messages,
+        # Words of an answer come after its reasoning.
+        template_kwargs={"enable_thinking": False} | kwargs if prefill else kwargs,
+        prefill=prefill,
         options=options,
         body_bytes=len(body),
         use=tool_use(fields),
@@ -126,6 +132,20 @@ def _message(message: Any, i: int) -> dict[str, Any]:
     return {**message, "content": _content(content, f"messages[{i}].content")}
 
 
+def _continued(fields: Fields, messages: list[dict[str, Any]]) -> str:
+    """vLLM's continue_final_message: takes the assistant's last words out of the messages."""
+    name = "continue_final_message"
+    if not fields.flag(name):
+        return ""
+    last = messages[-1]
+    if len(messages) < 2 or last["role"] != "assistant" or last.get("tool_calls"):
+        raise bad_request(f"'{name}' needs words of the assistant's behind others", name)
+    if fields.flag("add_generation_prompt"):
+        raise bad_request(f"'{name}' and 'add_generation_prompt' contradict each other", name)
+    content = messages.pop()["content"] or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
     kwargs = dict(fields.object("chat_template_kwargs").values)
     if reserved := sorted(RESERVED & kwargs.keys()):
@@ -139,6 +159,9 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
         told["enable_thinking"] = False
     if fields.values.get("enable_thinking") is not None:
         told["enable_thinking"] = fields.flag("enable_thinking")
+    is_ended = not fields.flag("add_generation_prompt", default=True)
+    if is_ended and not fields.flag("continue_final_message"):
+        told["add_generation_prompt"] = False
     return told | kwargs
 
 

@@ -75,3 +75,35 @@ async def test_without_a_template(serve):
     async with client.post(PATH, json=BODY) as response:
         assert response.status == 400
         assert (await response.json())["error"]["code"] == "no_chat_template"
+
+
+async def test_going_on_from_the_assistants_words(post, engine, tokenizer):
+    words = [{"type": "text", "text": "Well, "}]
+    messages = [*BODY["messages"], {"role": "assistant", "content": words}]
+    given = {"continue_final_message": True, "add_generation_prompt": False}
+    status, _ = await post(PATH, {"messages": messages} | given)
+    assert status == 200
+    start = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert engine.prompts == [tokenizer.encode_chat(f"{start}Well, ")]
+    _, body = await post("/apply-template", {"messages": messages} | given)
+    assert body["prompt"] == f"{start}Well, "
+
+
+async def test_no_beginning_of_an_answer(post, engine, tokenizer):
+    await post(PATH, BODY | {"add_generation_prompt": False})
+    assert engine.prompts == [tokenizer.encode_chat("<|im_start|>user\nhi<|im_end|>\n")]
+
+
+@pytest.mark.parametrize(
+    ("last", "given"),
+    [
+        ({"role": "user", "content": "x"}, {}),
+        ({"role": "assistant", "content": "x"}, {"add_generation_prompt": True}),
+        ({"role": "assistant", "content": "", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f"}}]}, {}),
+    ],
+)  # fmt: skip
+async def test_nothing_to_go_on_from(post, last, given):
+    body = {"messages": [*BODY["messages"], last], "continue_final_message": True} | given
+    status, answer = await post(PATH, body)
+    assert (status, answer["error"]["param"]) == (400, "continue_final_message")

@@ -37,7 +37,7 @@ def test_a_conversation_with_tools():
                 ],
             },
         ]
-    ).chat.messages
+    ).messages
     function = {"name": "ls", "arguments": {"path": "."}}
     assert found == [
         {"role": "user", "content": "a\nb"},
@@ -67,12 +67,12 @@ def test_a_conversation_with_tools():
     ],
 )
 def test_system(system, text):
-    assert read(system=system).chat.messages[0] == {"role": "system", "content": text}
+    assert read(system=system).messages[0] == {"role": "system", "content": text}
 
 
 def test_nothing_of_a_system_is_none():
-    assert read(system="x-anthropic-billing-header: cch=1;").chat.messages[0]["role"] == "user"
-    assert read(system=[]).chat.messages[0]["role"] == "user"
+    assert read(system="x-anthropic-billing-header: cch=1;").messages[0]["role"] == "user"
+    assert read(system=[]).messages[0]["role"] == "user"
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def test_nothing_of_a_system_is_none():
     ],
 )
 def test_thinking(thinking, on):
-    assert read(thinking=thinking).chat.template_kwargs == {"enable_thinking": on}
+    assert read(thinking=thinking).template_kwargs == {"enable_thinking": on}
 
 
 def test_a_document_that_is_text():
     source = {"type": "text", "media_type": "text/plain", "data": "long"}
     found = read([{"role": "user", "content": [{"type": "document", "source": source}]}])
-    assert found.chat.messages[0]["content"] == "long"
+    assert found.messages[0]["content"] == "long"
 
 
 def test_parameters():
     options = read(temperature=0.5, top_k=3, stop_sequences=["x"], metadata={"user_id": "u"},
-                   service_tier="auto", presence_penalty=1).chat.options  # fmt: skip
+                   service_tier="auto", presence_penalty=1).options  # fmt: skip
     assert (options.temperature, options.top_k, options.stop) == (0.5, 3, ["x"])
     assert (options.max_tokens, options.presence_penalty) == (5, 0.0)
 
