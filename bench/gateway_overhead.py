@@ -4,8 +4,10 @@
 
 A real gateway process (`voltapile gateway`) and a scripted worker process that answers each Step
 after --pace milliseconds (0: at once). Only the model's vocabulary is used. CPU time is that of all
-of the gateway's threads, from /proc, while the streams run; the first token's time is what the
-gateway adds when prefill takes no time at all.
+of the gateway's threads, from /proc, while the streams run; a token's delay is from the worker's
+message to the client's read; the first token's time is what the gateway adds when prefill takes no
+time at all. The last rows are what this machine asks of anybody: a uvloop program that reads as
+many bytes from a socket and writes as many to another (floor.py).
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ import contextlib
 import json
 import re
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import zmq
-from streaming import joint_tok_s, stream_completion, together
+from floor import floor_us
+from streaming import Timed, joint_tok_s, stream_completion, together
 from voltapile.topology.plan import Plan, from_json
 from voltapile.workers.protocol import (
     Hold,
@@ -51,8 +56,8 @@ LETTERS = range(300, 340)  # ids whose text is ordinary in every vocabulary that
 class ScriptedWorker:
     """Answers Steps without a model; every slot says the same."""
 
-    def __init__(self, plan: Plan, pace: float) -> None:
-        self.plan, self.pace = plan, pace
+    def __init__(self, plan: Plan, pace: float, sent: Path) -> None:
+        self.plan, self.pace, self.sent = plan, pace, sent
         self.position: dict[int, int] = {}
         self.limit: dict[int, int] = {}
 
@@ -79,7 +84,10 @@ class ScriptedWorker:
             rows = [self.answer(row) for row in step.rows]
             result = Result(id=step.id, rows=[row for row in rows if row], seconds=self.pace)
             rounds.settle(result)
+            when = time.perf_counter()
             socket.send_multipart(encode(result))
+            with self.sent.open("ab") as file:
+                file.write(struct.pack("<d", when))
 
     def answer(self, row: Row) -> Sampled | None:
         if row.sampling is not None:
@@ -113,8 +121,9 @@ def running(plan: Path, pace: float) -> Iterator[tuple[str, int]]:
         for line in gateway.stderr:
             if match := re.search(r"(http://\S+) listens", line):
                 url = match[1]
+                sent = plan.with_suffix(".sent")
                 worker = subprocess.Popen(
-                    [sys.executable, __file__, "--worker", str(plan), str(pace)]
+                    [sys.executable, __file__, "--worker", str(plan), str(pace), str(sent)]
                 )
             if line.startswith("ready"):
                 break
@@ -135,31 +144,66 @@ def cpu_seconds(pid: int) -> float:
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
-async def measure(url: str, pid: int, streams: int, tokens: int, repeat: int) -> dict[str, float]:
+def delays(sent: Path, before: int, stream: Timed) -> list[float]:
+    """Of a stream that was alone, from its Results to its reads."""
+    left = [when for (when,) in struct.iter_unpack("<d", sent.read_bytes()[before:])]
+    came = [when for when, events in stream.arrivals for _ in range(events)]
+    return [b - a for a, b in zip(left, came, strict=False)]
+
+
+async def measure(
+    url: str, pid: int, sent: Path, streams: int, tokens: int, repeat: int
+) -> dict[str, Any]:
     prompt = [LETTERS[0]] * PROMPT
     await together(url, [prompt] * streams, 20)  # warm
     firsts = [(await stream_completion(url, prompt, 2)).first_token_seconds for _ in range(20)]
-    costs, rates = [], []
+    costs, rates, late = [], [], []
     for _ in range(repeat):
-        before = cpu_seconds(pid)
+        await asyncio.sleep(0.05)  # what was in flight for those that have ended is done
+        before, size = cpu_seconds(pid), sent.stat().st_size
         done = await together(url, [prompt] * streams, tokens)
         made = sum(stream.tokens for stream in done)
         assert made == streams * tokens, made
         costs.append((cpu_seconds(pid) - before) / made * 1e6)
         rates.append(joint_tok_s(done))
+        if streams == 1:
+            late += delays(sent, size, done[0])
     return {
         "streams": streams,
         "cpu_us_per_token": round(statistics.median(costs), 1),
         "all_cpu_us": [round(cost, 1) for cost in costs],
+        "delay_us": round(statistics.median(late) * 1e6) if late else "",
         "tok_s": round(statistics.median(rates), 1),
+        "us_per_token": round(1e6 / statistics.median(rates), 1),
         "first_token_ms": round(statistics.median(firsts) * 1000, 2),
         "worst_first_token_ms": round(max(firsts) * 1000, 2),
     }
 
 
+def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder) / "plan.json"
+        options = ["-m", args.model, "-np", str(max(args.streams)), "-c", "2048"]
+        command = [*COMMAND, "plan", *options, "--backend", "reference", "--json"]
+        plan.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        for pace in args.pace:
+            tokens = args.tokens if not pace else min(args.tokens, int(5000 / pace))
+            with running(plan, pace / 1000) as (url, pid):
+                for streams in args.streams:
+                    measured = measure(
+                        url, pid, plan.with_suffix(".sent"), streams, tokens, args.repeat
+                    )
+                    yield {"pace_ms": pace} | asyncio.run(measured)
+    for pace in filter(None, args.pace):
+        costs = [floor_us(pace / 1000, min(args.tokens, int(5000 / pace))) for _ in range(3)]
+        yield {"pace_ms": pace, "streams": "floor", "cpu_us_per_token": statistics.median(costs)}
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
-        ScriptedWorker(from_json(Path(sys.argv[2]).read_bytes()), float(sys.argv[3])).run()
+        plan_path, pace, sent = sys.argv[2:]
+        plan = from_json(Path(plan_path).read_bytes())
+        ScriptedWorker(plan, float(pace), Path(sent)).run()
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-m", "--model", required=True)
@@ -169,36 +213,18 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        plan = Path(folder) / "plan.json"
-        options = [
-            "-m",
-            args.model,
-            "-np",
-            str(max(args.streams)),
-            "-c",
-            "2048",
-            "--backend",
-            "reference",
-        ]
-        plan.write_bytes(subprocess.run([*COMMAND, "plan", *options, "--json"], check=True,
-                                        stdout=subprocess.PIPE).stdout)  # fmt: skip
-        for pace in args.pace:
-            tokens = args.tokens if not pace else min(args.tokens, int(5000 / pace))
-            with running(plan, pace / 1000) as (url, pid):
-                for streams in args.streams:
-                    row = asyncio.run(measure(url, pid, streams, tokens, args.repeat))
-                    rows.append({"pace_ms": pace} | row)
+    rows = list(measure_all(args))
     if args.json:
         print(json.dumps(rows))
         return 0
-    print("| ms a step | streams | CPU us a token | tok/s | first token ms | worst |")
-    print("|---|---|---|---|---|---|")
+    titles = {
+        "pace_ms": "ms a step", "streams": "streams", "cpu_us_per_token": "CPU us a token",
+        "delay_us": "delay us", "tok_s": "tok/s", "us_per_token": "us a token",
+        "first_token_ms": "first token ms", "worst_first_token_ms": "worst",
+    }  # fmt: skip
+    print("| " + " | ".join(titles.values()) + " |\n" + "|---" * len(titles) + "|")
     for row in rows:
-        keys = ("pace_ms", "streams", "cpu_us_per_token", "tok_s", "first_token_ms",
-                "worst_first_token_ms")  # fmt: skip
-        print("| " + " | ".join(str(row[key]) for key in keys) + " |")
+        print("| " + " | ".join(str(row.get(key, "")) for key in titles) + " |")
     return 0
 
 

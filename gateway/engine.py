@@ -175,14 +175,6 @@ class Engine:
     def _end(self, request: Request, chunk: Chunk) -> None:
         self._streams.pop(request.id).put(chunk)
 
-    def _deliver(self, chunks: list[tuple[Request, Chunk]]) -> None:
-        for request, chunk in chunks:
-            self._stats.generated_tokens += len(chunk.tokens)
-            if chunk.finish:
-                self._end(request, chunk)
-            else:
-                self._streams[request.id].put(chunk)
-
     # --- steps out, messages in -----------------------------------------------------------
 
     def _pump(self) -> None:
@@ -207,7 +199,11 @@ class Engine:
             log.warning("a message from %r, which is not in the plan", name)
             return
         try:
-            self._handle(name, decode(frames))
+            message = decode(frames)
+            if type(message) is not Result:
+                self._handle(name, message)
+            elif name == self._crew.answers:
+                self._take(message)
         except ProtocolError as error:
             self._lose(f"{name} does not speak as agreed: {error}")
         except Exception as error:
@@ -215,9 +211,6 @@ class Engine:
 
     def _handle(self, name: str, message: Message) -> None:
         match message:
-            case Result():
-                if name == self._crew.answers:
-                    self._take(message)
             case Ready():
                 self._take_ready(name, message)
             case Stats():
@@ -230,17 +223,23 @@ class Engine:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 
     def _take(self, result: Result) -> None:
+        stats = self._stats
         oldest = self._scheduler.in_flight[0].step if self._scheduler.in_flight else -1
         chunks = self._scheduler.apply(result)
-        self._guides.follow(chunks)
         if result.id == oldest:
             self._has_answered, self._sent_at = True, time.monotonic()
-            stats = self._stats
             stats.steps += 1
             stats.step_seconds = result.seconds
             stats.busy_seconds += result.seconds
-        self._pump()
-        self._deliver(chunks)
+        if result.left < 2:  # otherwise the worker goes on by itself
+            self._guides.follow(chunks)
+            self._pump()
+        for request, chunk in chunks:
+            stats.generated_tokens += len(chunk.tokens)
+            if chunk.finish:
+                self._end(request, chunk)
+            else:
+                self._streams[request.id].put(chunk)
 
     def _progress(self) -> None:
         stage, fraction = self._crew.slowest()

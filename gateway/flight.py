@@ -36,8 +36,6 @@ class Flight(msgspec.Struct):
     def add(self, rounds: int) -> None:
         """So many rounds more."""
         self.left += rounds
-        if not rounds:
-            return
         for request in self.sampling.values():
             if request is not None:
                 request.computed += rounds
@@ -55,7 +53,8 @@ class Flight(msgspec.Struct):
         lost = self.left - 1 - result.left
         if result.left < 0 or lost < 0:
             raise ProtocolError(f"{result.left} rounds left where {self.left - 1} are at most")
-        self.add(-lost)
+        if lost:
+            self.add(-lost)
         self.left -= 1
 
 

@@ -180,7 +180,9 @@ class Scheduler:
         if not self.in_flight or result.id < self.in_flight[0].step:
             return []  # a Step of a worker that was given up
         flight = self.in_flight[0]
-        answers = {row.slot: row for row in result.rows}
+        answers = {}
+        for row in result.rows:
+            answers[row.slot] = row
         if result.id != flight.step or answers.keys() != flight.sampling.keys():
             raise ProtocolError(
                 f"result {result.id} for slots {sorted(answers)}, but step {flight.step} "
@@ -196,7 +198,7 @@ class Scheduler:
         flight.answered(result)
         if not flight.left:
             self.in_flight.popleft()
-        self.budget.costs.observe(flight.load, result.seconds)
+            self.budget.costs.observe(flight.load, result.seconds)
         chunks = []
         for request, row in live:
             if (chunk := self._receive(request, row)) is not None:

@@ -16,7 +16,6 @@ LINGER_MS = 200  # a Stop may still be on its way
 BATCH = 64  # messages taken before others in the event loop have their turn
 # Plain numbers, because the library's enums are slow.
 NOW, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 Frames = Sequence[bytes | memoryview]
 
@@ -41,6 +40,8 @@ class Wire:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise OSError(f"cannot listen at {self._endpoint}: {error}") from error
+        self._receive = self._socket.recv  # pyzmq looks names up slowly
+        self._polled = [(self._socket, int(zmq.POLLIN))]
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._read)
@@ -62,24 +63,23 @@ class Wire:
         if self._socket.closed:
             return
         self._looks_later = True  # what is sent meanwhile needs no further look
+        receive = self._receive
         try:
             for _ in range(BATCH):
-                if not int(self._socket.getsockopt(EVENTS)) & POLLIN:
+                sender = receive(NOW)
+                frame = receive(NOW, copy=False)
+                frames = [frame.bytes]
+                while frame.more:  # they have all come when the first one has
+                    frame = receive(NOW, copy=False)
+                    frames.append(frame.bytes)
+                self._take(sender.decode(errors="replace"), frames)
+                if not zmq.zmq_poll(self._polled, 0):
                     return
-                sender = self._socket.recv(NOW)
-                self._take(sender.decode(errors="replace"), self._rest())
+        except zmq.Again:
+            return  # the descriptor also tells of other news than messages
         finally:
             self._looks_later = False
         self._look_later()
-
-    def _rest(self) -> list[bytes]:
-        """The other frames of a message; they have all come when its first one has."""
-        frame = self._socket.recv(NOW, copy=False)
-        frames = [frame.bytes]
-        while frame.more:
-            frame = self._socket.recv(NOW, copy=False)
-            frames.append(frame.bytes)
-        return frames
 
     def _look_later(self) -> None:
         """The descriptor tells of news once only, and any call on the socket may be told it."""

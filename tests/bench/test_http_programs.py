@@ -22,8 +22,10 @@ def test_gateway_overhead(mini: Path) -> None:
     model = str(mini / "llama/model-f16.gguf")
     options = ["-m", model, "--tokens", "400", "--pace", "1", "--repeat", "1", "--json"]
     rows = json.loads(run("gateway_overhead.py", *options))
-    assert [row["streams"] for row in rows] == [1, 8, 32]
-    assert all(row["cpu_us_per_token"] > 0 and row["tok_s"] > 0 for row in rows)
+    assert [row["streams"] for row in rows] == [1, 8, 32, "floor"]
+    assert all(row["cpu_us_per_token"] > 0 for row in rows)
+    assert all(row["tok_s"] > 0 for row in rows[:3])
+    assert 0 < rows[0]["delay_us"] < 1e5
 
 
 @pytest.mark.slow
