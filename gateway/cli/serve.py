@@ -211,7 +211,8 @@ class Server:
         while not self.stop.is_set():
             health = engine.health
             if health.status == "ok":
-                return self._say(f"ready\n\n{self._example(url)}\n")
+                page = f"\n{url}/ has a page to chat" if self.args.webui else ""
+                return self._say(f"ready{page}\n\n{self._example(url)}\n")
             if health.status == "failed" and self.starts_workers:
                 raise OSError(health.reason)
             now = (health.stage, health.fraction // PROGRESS_STEP * PROGRESS_STEP)

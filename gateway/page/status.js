@@ -121,9 +121,10 @@ function ranks(rows) {
 }
 
 function memory(status) {
+  const given = new Set(status.memory.flatMap((row) => Object.keys(row.bytes)));
   const isUsed = (name) => status.memory.some((row) => row.bytes[name]);
-  const names = Object.keys(PURPOSES).filter(isUsed);
-  const heads = ["Place", ...names.map((name) => PURPOSES[name]), "Together"];
+  const names = [...new Set([...Object.keys(PURPOSES), ...given])].filter(isUsed);
+  const heads = ["Place", ...names.map((name) => PURPOSES[name] ?? name), "Together"];
   const cells = status.memory.map((row) => [
     row.name,
     ...names.map((name) => size(row.bytes[name])),

@@ -1,4 +1,4 @@
-"""voltapile serve: the line to paste (running it is tested in tests/gateway/test_serve.py)."""
+"""voltapile serve: the line to paste, what it hands on (running: tests/gateway/test_serve.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from voltapile.gateway.cli import serve
 from voltapile.gateway.cli.main import parser_for
 from voltapile.gateway.cli.serve import Server
 from voltapile.topology.plan import Plan
@@ -30,3 +32,15 @@ def test_the_example_is_one_that_the_model_can_answer(
     assert words[:2] == ["curl", URL + path]
     assert "Authorization: Bearer KEY" in words
     assert set(json.loads(words[-1])) == {field, "max_tokens"}
+
+
+@pytest.mark.parametrize(("options", "has_page"), [([], True), (["--no-webui"], False)])
+def test_the_page_can_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], has_page: bool
+) -> None:
+    args = parser_for("serve").parse_args(["-m", "a.gguf", *options])
+    server = Server(SimpleNamespace(), args, starts_workers=True)
+    monkeypatch.setattr(server, "_language", lambda: (None, None))
+    monkeypatch.setattr(serve.gc, "freeze", lambda: None)
+    monkeypatch.setattr("voltapile.gateway.api.app.make_app", lambda *_, **named: named)
+    assert server._app(None)["webui"] is has_page

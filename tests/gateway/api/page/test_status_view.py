@@ -19,7 +19,9 @@ def plan(plan):
         memory={"weights": 3 << 30, "kv": 5 << 20}, mapped_bytes=0,
     )  # fmt: skip
     weights = Placement(tier="vram", ranks=[0], bytes=3 << 30, type="F16")
-    return msgspec.structs.replace(plan, ranks=[rank], tensors={"a": weights})
+    return msgspec.structs.replace(
+        plan, ranks=[rank], tensors={"a": weights}, shared={"b": 7 << 20}
+    )
 
 
 async def test_what_it_shows(tab, engine):
@@ -27,7 +29,7 @@ async def test_what_it_shows(tab, engine):
     await tab.until(f"{VIEW}.includes('Memory as planned')")
     shown = await tab.js(VIEW)
     for text in ("tiny/model (llama)", "ready", "cuda:0", "layers 0–1", "3.0 GiB", "5.0 MiB",
-                 "Weights: 3.0 GiB in VRAM", "None now."):  # fmt: skip
+                 "Weights: 3.0 GiB in VRAM", "host, shared", "7.0 MiB", "None now."):  # fmt: skip
         assert text in shown, text
     assert await tab.js("document.getElementById('chat').checkVisibility()") is False
 
