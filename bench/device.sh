@@ -5,7 +5,7 @@
 #     bench/device.sh [STAGE ...]     stages: setup build compile tests (all of: elementwise sample matmul
 #                                     attention model families serve shared virtual, which has six
 #                                     ranks on one GPU) sanitize gpu_matmul gpu_attention bench
-#                                     streams startup http; multi ranks group want two GPUs.
+#                                     streams startup http gateway; multi ranks group want two GPUs.
 #                                     Default: what is in `all` below. setup always runs.
 #
 # A stage that fails is told and the next one runs. Whole logs are in $OUT, where that is set.
@@ -178,6 +178,9 @@ run() {
     http)
       [ -f "/tmp/$random-random.gguf" ] || run startup
       stage 120 http $python bench/http_stream.py -m "/tmp/$random-random.gguf" -t 8 --rounds "${ROUNDS:-2}" ;;
+    gateway)  # the processor alone
+      stage 150 gateway $python bench/gateway_overhead.py -m "$root/../shared/golden/llama-tied/model-Q8_0.gguf" \
+        --tokens 300 --repeat 2 ;;
     *) echo "there is no stage '$1'" ;;
   esac
 }

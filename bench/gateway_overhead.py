@@ -68,7 +68,7 @@ class ScriptedWorker:
         socket.connect(self.plan.endpoint)
         ready = Ready(name="text-0", plan=self.plan.id, instance=1)
         socket.send_multipart(encode(ready))
-        free_at, rounds = 0.0, Rounds()
+        free_at, rounds, times = 0.0, Rounds(), self.sent.open("wb", buffering=0)
         while True:
             while not rounds or socket.poll(0):
                 message = decode(socket.recv_multipart())
@@ -86,8 +86,7 @@ class ScriptedWorker:
             rounds.settle(result)
             when = time.perf_counter()
             socket.send_multipart(encode(result))
-            with self.sent.open("ab") as file:
-                file.write(struct.pack("<d", when))
+            times.write(struct.pack("<d", when))
 
     def answer(self, row: Row) -> Sampled | None:
         if row.sampling is not None:
