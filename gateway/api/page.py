@@ -1,6 +1,6 @@
 """GET / and /page/{name}: the page for people's browsers, and the files that it is made of.
 
-They are read and compressed once, when the application is made: a few hundred KiB. It knows neither
+They are read and compressed once, when an application is made: a few hundred KiB. It knows neither
 what they do nor which routes they call.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from aiohttp import web
@@ -49,6 +50,7 @@ class File:
     packed: bytes
 
 
+@cache
 def read_files(folder: Path = FOLDER) -> dict[str, File]:
     """By the name below `folder`; what is no part of the page is left out."""
     paths = (path for path in folder.rglob("*") if path.suffix in MEDIA)
