@@ -141,14 +141,14 @@ class FamilyOps(Ops, Protocol):
 
     def delta_net(
         self,
-        inputs: tuple[Array, Array, Array, Array],
+        inputs: tuple[Array, Array, Array],
         weights: DeltaWeights,
         shape: DeltaShape,
         state: Any,
         batch: Batch,
     ) -> Array:
         """[T, value heads * dim]. inputs: m [T, channels] before the convolution, z [T, value
-        heads * dim], and of each value head b and a [T, value heads].
+        heads * dim], and of each value head b and a, [T, 2 * value heads]: b of all, then a.
 
         c = silu(causal convolution of m); q, k of it, each divided by sqrt(sum of squares + eps)
         and q by sqrt(dim). For each value head, in the order of tokens: S *= exp(A softplus(a +
@@ -260,7 +260,6 @@ def add_shared(ops: FamilyOps, x: Array, shared: SharedExpert, add_to: Array | N
     if shared.router is not None:
         ops.gate_rows_(inner, x, shared.router)
     return ops.linear(inner, shared.down, add_to=add_to)
-
 
 
 def stream_in(

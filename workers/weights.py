@@ -129,6 +129,37 @@ class FileWeights:
         assert part.rows, f"this rank has nothing of {name}"
         return self._take(name, part.rows, part.column_parts)
 
+    def stacked(self, names: Sequence[str]) -> Weight:
+        """All rows that this rank has of some whole-columned tensors, one tensor behind another:
+        copied, as float32 where the tensors are of several types."""
+        missing = [name for name in names if name not in self.gguf.tensors]
+        if missing:
+            raise ValueError(f"{self.gguf.path}: tensor {missing[0]!r} is missing")
+        if any(self._scale(name, ((),)) is not None for name in names):
+            raise ValueError(f"{self.gguf.path}: {names[0]} has a scale, which has no use")
+        kinds = {self.gguf.tensors[name].type_name for name in names}
+        pieces = [self._rows_of(name, is_dense=len(kinds) > 1) for name in names]
+        kind = kinds.pop() if len(kinds) == 1 else "F32"
+        columns = self.gguf.tensors[names[0]].shape[1]
+        weight = self._made(np.concatenate(pieces), kind, columns)
+        self._count(weight)
+        return weight
+
+    def _rows_of(self, name: str, is_dense: bool) -> np.ndarray:
+        """uint8 [rows, bytes of one]; is_dense: as float32."""
+        tensor, rows = self.gguf.tensors[name], self._part(name).rows
+        if is_dense:
+            data = np.ascontiguousarray(self.host(name)).view(np.uint8)
+        else:
+            data = self.gguf.data(name)
+        return _taken(data.reshape(tensor.shape[0], -1), rows, 0)
+
+    def _made(self, data: np.ndarray, type_name: str, columns: int) -> Weight:
+        raw, shape = data.reshape(-1), (len(data), columns)
+        if self.pages is not None:
+            raw = self.pages.copy(raw)
+        return self.ops.weight(raw, type_name, shape)
+
     def rows(self, name: str, ranges: Sequence[Range]) -> Weight | None:
         """Some of the rows that this rank has, copied."""
         if name not in self.gguf.tensors:
@@ -248,6 +279,10 @@ class DummyWeights(FileWeights):
         if make is None:
             raise ValueError(f"the {self.ops.name} backend makes no dummy weights")
         weight: Weight = make(self.gguf.tensors[name].type_name, shape)
+        return weight
+
+    def _made(self, data: np.ndarray, type_name: str, columns: int) -> Weight:
+        weight: Weight = self.ops.dummy_weight(type_name, (len(data), columns))  # type: ignore[attr-defined]
         return weight
 
     def _shared(self, name: str) -> Weight:

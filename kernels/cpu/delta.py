@@ -23,14 +23,14 @@ class CpuDelta(CpuOps):
 
     def delta_net(
         self,
-        inputs: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+        inputs: tuple[np.ndarray, np.ndarray, np.ndarray],
         weights: DeltaWeights,
         shape: DeltaShape,
         state: State,
         batch: Batch,
     ) -> np.ndarray:
         tokens, heads, width = len(batch.slots), shape.value_heads, shape.value_heads * shape.dim
-        columns = shape.channels, width, heads, heads
+        columns = shape.channels, width, 2 * heads
         for x, count in zip(inputs, columns, strict=True):
             assert x.shape == (tokens, count), (x.shape, tokens, count)
         taps, vectors = turned(weights.conv1d), [weights.a, weights.dt, weights.norm]
@@ -38,8 +38,10 @@ class CpuDelta(CpuOps):
         assert [len(flat(each)) for each in vectors] == [heads, heads, shape.dim]
         assert shape.gate in GATES, shape.gate
         out = self._scratch.array((tokens, width))
+        b, a = (self._scratch.array((tokens, heads)) for _ in range(2))
+        self._engine.split_heads(inputs[2], heads, b, a)
         self._engine.delta_net(
-            list(inputs),
+            [*inputs[:2], b, a],
             [taps, *map(flat, vectors)],
             list(shape.key_head_of),
             shape.key_heads,

@@ -50,7 +50,7 @@ def delta_state(ops: Launcher, slots: int, shape: DeltaShape) -> State:
 
 def delta_net(
     ops: Launcher,
-    inputs: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray],
+    inputs: tuple[DeviceArray, DeviceArray, DeviceArray],
     weights: Parts,
     shape: DeltaShape,
     state: State,
@@ -58,11 +58,11 @@ def delta_net(
     tickets: DeviceArray,
 ) -> DeviceArray:
     """tickets: uint32 zeros, of all layers."""
-    m, z, b, a = inputs
+    m, z, gates = inputs
     tokens, heads, dim = len(m), shape.value_heads, shape.dim
     assert m.shape == (tokens, shape.channels), (m, shape)
     assert z.shape == (tokens, heads * dim), (z, shape)
-    assert b.shape == a.shape == (tokens, heads), (b, a, shape)
+    assert gates.shape == (tokens, 2 * heads), (gates, shape)
     assert weights.conv1d.shape == (shape.channels, shape.kernel), weights.conv1d.shape
     assert tokens <= MAX_TOKENS, tokens
     y = ops.scratch((tokens, heads * dim))
@@ -79,7 +79,7 @@ def delta_net(
 
 def _rows(
     ops: Launcher,
-    inputs: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray],
+    inputs: tuple[DeviceArray, DeviceArray, DeviceArray],
     weights: Parts,
     shape: DeltaShape,
     state: State,
@@ -109,14 +109,14 @@ def _rows(
 
 def _prompt(
     ops: Launcher,
-    inputs: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray],
+    inputs: tuple[DeviceArray, DeviceArray, DeviceArray],
     weights: Parts,
     shape: DeltaShape,
     state: State,
     batch: Batch,
     y: DeviceArray,
 ) -> None:
-    m, z, b, a = inputs
+    m, z, gates = inputs
     tokens, heads, dim = len(m), shape.value_heads, shape.dim
     (history, matrix), (m_log, b_log, a_log) = state.values, state.log
     c = ops.scratch(m.shape)
@@ -142,7 +142,7 @@ def _prompt(
         (heads * dim // COLUMNS, rows),
         128,
         (
-            *_pointers(c, c_log, b, a, b_log, a_log, weights.a, weights.dt, key_head_of),
+            *_pointers(c, c_log, gates, b_log, a_log, weights.a, weights.dt, key_head_of),
             *_pointers(matrix, stands, slots, o),
             *map(np.int32, sizes),
             is_provisional,
@@ -153,7 +153,7 @@ def _prompt(
         (norms + rows * -(-shape.channels // 128),),
         128,
         (
-            *_pointers(o, weights.norm, z, y, m, b, a, history, m_log, b_log, a_log),
+            *_pointers(o, weights.norm, z, y, m, gates, history, m_log, b_log, a_log),
             *_pointers(logged, stands, slots),
             *map(np.int32, (*sizes, shape.kernel, shape.gate == "sigmoid")),
             *(eps, np.int32(norms), is_provisional),

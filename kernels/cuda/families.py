@@ -53,9 +53,7 @@ class CudaFamilies:
     """See kernels/families.py for the meaning of every method."""
 
     # --- experts ------------------------------------------------------------------------------
-    def expert_table(
-        self: Host, gate: Weight, up: Weight, down: Weight, first: int
-    ) -> ExpertTable:
+    def expert_table(self: Host, gate: Weight, up: Weight, down: Weight, first: int) -> ExpertTable:
         own = _own(gate), _own(up), _own(down)
         return ExpertTable(*own, first, self.table(places_of(*own)))
 
@@ -104,7 +102,7 @@ class CudaFamilies:
 
     def delta_net(
         self: Host,
-        inputs: tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray],
+        inputs: tuple[DeviceArray, DeviceArray, DeviceArray],
         weights: DeltaWeights,
         shape: DeltaShape,
         state: State,

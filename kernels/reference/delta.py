@@ -28,13 +28,14 @@ class ReferenceDelta(ReferenceOps):
 
     def delta_net(
         self,
-        inputs: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+        inputs: tuple[np.ndarray, np.ndarray, np.ndarray],
         weights: DeltaWeights,
         shape: DeltaShape,
         state: State,
         batch: Batch,
     ) -> Array:
-        m, z, b, a = inputs
+        m, z, gates = inputs
+        b, a = np.split(gates, 2, axis=1)
         conv1d, rate, dt, norm = (
             self.dense(each) for each in (weights.conv1d, weights.a, weights.dt, weights.norm)
         )

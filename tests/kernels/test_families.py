@@ -273,10 +273,10 @@ class DeltaLayer:
         ]
         self.states = [ops.delta_state(SLOTS, shape) for ops in self.both]
 
-    def inputs(self, batch: Batch) -> tuple[Array, Array, Array, Array]:
+    def inputs(self, batch: Batch) -> tuple[Array, Array, Array]:
         """A function of slot and position alone."""
         shape, width = self.shape, self.shape.value_heads * self.shape.dim
-        widths = shape.channels, width, shape.value_heads, shape.value_heads
+        widths = shape.channels, width, 2 * shape.value_heads
         keys = [1000 * s + p for s, p in zip(batch.slots, batch.positions, strict=True)]
         return tuple(
             np.stack([normal(10_000 * i + key, n) for key in keys]) for i, n in enumerate(widths)

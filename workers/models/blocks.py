@@ -32,6 +32,9 @@ class Weights(Protocol):
     def merged(self, name: str) -> Weight:
         """This rank's rows of a tensor, one behind another, where they are not neighbours."""
 
+    def stacked(self, names: Sequence[str]) -> Weight:
+        """This rank's rows of several tensors, one tensor behind another."""
+
     def rows(self, name: str, ranges: Sequence[Range]) -> Weight | None:
         """These rows of a tensor, one behind another; None if the file has no such tensor."""
 

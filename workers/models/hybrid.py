@@ -117,8 +117,8 @@ class DeltaNet:
         self.ssm_out = Sum(share, None, weights, f"{blk}.ssm_out", ops)
         if not self.shape.value_heads:
             return
-        scalars = [weights.merged(f"{blk}.{name}.weight") for name in _scalars(spec.delta)]
-        self.projections = [*_inputs(spec.delta, share, weights, blk), *scalars]
+        gates = _gates(spec.delta, share, weights, blk)
+        self.projections = [*_inputs(spec.delta, share, weights, blk), gates]
         self.weights = DeltaWeights(
             conv1d=weights.merged(f"{blk}.ssm_conv1d.weight"),
             a=weights.merged(f"{blk}.ssm_a"),
@@ -138,13 +138,8 @@ class DeltaNet:
 
     def _heads(self, h: Array, batch: Batch) -> Array:
         ops = self.ops
-        m, z, *scalars = ops.linears(h, self.projections, [None] * len(self.projections))
-        if len(scalars) == 1:  # b and a of a key head's value heads lie together
-            scalars = list(
-                ops.split_heads(scalars[0], self.shape.value_heads // self.shape.key_heads)
-            )
-        b, a = scalars
-        return ops.delta_net((m, z, b, a), self.weights, self.shape, self.state, batch)
+        m, z, gates = ops.linears(h, self.projections, [None] * 3)
+        return ops.delta_net((m, z, gates), self.weights, self.shape, self.state, batch)
 
 
 def delta_shape(delta: DeltaSpec, share: Share, eps: float) -> DeltaShape:
@@ -173,5 +168,16 @@ def _inputs(delta: DeltaSpec, share: Share, weights: Weights, blk: str) -> list[
     return found or [weights.merged(f"{blk}.{name}.weight") for name in ("attn_qkv", "attn_gate")]
 
 
-def _scalars(delta: DeltaSpec) -> tuple[str, ...]:
-    return ("ssm_beta", "ssm_alpha") if delta.is_tiled else ("ssm_ba",)
+def _gates(delta: DeltaSpec, share: Share, weights: Weights, blk: str) -> Weight:
+    """The projection to b of all value heads, then a; older files have them by key head in one."""
+    if delta.is_tiled:
+        return weights.stacked((f"{blk}.ssm_beta.weight", f"{blk}.ssm_alpha.weight"))
+    each = delta.value_heads // delta.key_heads
+    b, a = (
+        [((2 * head + i) * each, (2 * head + i + 1) * each) for head in share.key_heads]
+        for i in range(2)
+    )
+    found = weights.rows(f"{blk}.ssm_ba.weight", b + a)
+    if found is None:
+        raise ValueError(f"tensor '{blk}.ssm_ba.weight' is missing")
+    return found

@@ -15,7 +15,7 @@ using Own = Token<COLUMNS>;
 // Where `count` tokens lie, and how far apart; a head's constants.
 struct Run {
   const float *c, *b, *a;  // of the first
-  int count, channels, value_heads;
+  int count, channels, apart;
   float rate, dt;
 };
 struct Where {
@@ -40,7 +40,7 @@ struct Reader {
     }
     const int token = first + threadIdx.x;
     if (threadIdx.x < BATCH && token < run.count)
-      b = run.b[token * run.value_heads], a = run.a[token * run.value_heads];
+      b = run.b[token * run.apart], a = run.a[token * run.apart];
   }
   __device__ __forceinline__ void put(Own* tokens, const Run& run) const {
 #pragma unroll
@@ -127,9 +127,9 @@ delta_conv(const float* m, const void* taps, const float* histories, const float
 }
 
 // grid: (value heads * DIM / COLUMNS, rows), 128 threads: eight lanes for two columns of values.
-// out: [tokens][value heads * DIM]. key_head_of: [value heads]. b, a: [tokens][value heads].
+// out: [tokens][value heads * DIM]. key_head_of: [value heads]. gates: [tokens][2][value heads].
 extern "C" __global__ void __launch_bounds__(128)
-delta_step(const float* c, const float* c_log, const float* b, const float* a, const float* b_log,
+delta_step(const float* c, const float* c_log, const float* gates, const float* b_log,
            const float* a_log, const float* rate, const float* dt, const int* key_head_of,
            float* matrices, const int* stands, const int* slots, float* out, int tokens,
            int key_heads, int value_heads, int is_provisional) {
@@ -160,8 +160,9 @@ delta_step(const float* c, const float* c_log, const float* b, const float* a, c
   if (is_provisional) s.write(matrix, column, part);
   const long long row = first;
   go_through(s, held,
-             {c + row * channels, b + row * value_heads + head, a + row * value_heads + head,
-              length, channels, value_heads, rate[head], dt[head]},
+             {c + row * channels, gates + 2 * row * value_heads + head,
+              gates + (2 * row + 1) * value_heads + head, length, channels, 2 * value_heads,
+              rate[head], dt[head]},
              where, out + (row * value_heads + head) * DIM + own, value_heads * DIM);
   if (!is_provisional) s.write(matrix, column, part);
 }
@@ -170,10 +171,9 @@ delta_step(const float* c, const float* c_log, const float* b, const float* a, c
 // threads. y = norm of o, times gate(z); and what a slot remembers beside its matrices.
 extern "C" __global__ void __launch_bounds__(128)
 delta_end(const float* o, const float* norm, const float* z, float* y, const float* m,
-          const float* b, const float* a, float* histories, float* logs, float* b_log,
-          float* a_log, int* logged, const int* stands, const int* slots, int tokens,
-          int key_heads, int value_heads, int count, int is_sigmoid, float eps, int norms,
-          int is_provisional) {
+          const float* gates, float* histories, float* logs, float* b_log, float* a_log, int* logged,
+          const int* stands, const int* slots, int tokens, int key_heads, int value_heads, int count,
+          int is_sigmoid, float eps, int norms, int is_provisional) {
   grid_launch();
   grid_wait();
   const Heads heads{key_heads, value_heads};
@@ -182,9 +182,9 @@ delta_end(const float* o, const float* norm, const float* z, float* y, const flo
     const int run = blockIdx.x * 4 + threadIdx.x / 32;
     if (run >= tokens * value_heads) return;
     const long long at = static_cast<long long>(run) * DIM + lane;
-    float gates[PER_LANE];
-    read_head(z + at, gates);
-    end_head(o + at, norm + lane, gates, y + at, is_sigmoid, eps);
+    float own_z[PER_LANE];
+    read_head(z + at, own_z);
+    end_head(o + at, norm + lane, own_z, y + at, is_sigmoid, eps);
     return;
   }
   const int channels = heads.channels(), wide = (channels + 127) / 128;
@@ -200,9 +200,10 @@ delta_end(const float* o, const float* norm, const float* z, float* y, const flo
   if (part > 0) return;
   const int noted = is_provisional ? min(length, WINDOW) : 0;
   for (int i = threadIdx.x; i < noted * value_heads; i += 128) {
-    const long long from = static_cast<long long>(first) * value_heads + i;
+    const long long from = static_cast<long long>(first + i / value_heads) * 2 * value_heads;
     const long long to = static_cast<long long>(slot) * WINDOW * value_heads + i;
-    b_log[to] = b[from], a_log[to] = a[from];
+    b_log[to] = gates[from + i % value_heads];
+    a_log[to] = gates[from + value_heads + i % value_heads];
   }
   if (threadIdx.x == 0) logged[slot] = noted;
 }

@@ -91,9 +91,9 @@ using namespace voltapile;
 
 // grid: (value heads, rows), 4 DIM threads: eight lanes for two columns of values. members: of each
 // key head, how many value heads it has. tickets: zeros, [rows][key heads + 1]. y: [tokens][value
-// heads * DIM].
+// heads * DIM]. b_and_a: [tokens][2][value heads].
 extern "C" __global__ void __launch_bounds__(4 * DIM, 1)
-delta_row(const float* m, const float* z, const float* b, const float* a, const void* taps,
+delta_row(const float* m, const float* z, const float* b_and_a, const void* taps,
           const float* rate, const float* dt, const float* norm, const int* key_head_of,
           const int* members, float* histories, float* matrices, float* logs, float* b_log,
           float* a_log, int* logged, const int* slots, const int* positions, const int* kept,
@@ -149,8 +149,9 @@ delta_row(const float* m, const float* z, const float* b, const float* a, const 
   const long long place = static_cast<long long>(first) * value_heads + head;
   const long long ended = (place + warp * value_heads) * DIM + lane;  // by this warp
   const bool has_token = threadIdx.x < length;
-  const float own_b = has_token ? b[place + threadIdx.x * value_heads] : 0.0f;
-  const float own_a = has_token ? a[place + threadIdx.x * value_heads] : 0.0f;
+  const float* own_gates = b_and_a + 2 * (place - head + threadIdx.x * value_heads) + head;
+  const float own_b = has_token ? own_gates[0] : 0.0f;
+  const float own_a = has_token ? own_gates[value_heads] : 0.0f;
   float gates[PER_LANE], past[PAST];
   if (warp < length) read_head(z + ended, gates);
   if (is_provisional) {

@@ -283,7 +283,7 @@ def test_delta_net(plain: Any, keys: int, values: int, dim: int, gate: str) -> N
     own, truth = plain.delta_state(3, shape), REF.delta_state(3, shape)
     for seed, batch in enumerate(steps(3)):
         count = len(batch.slots)
-        widths = shape.channels, values * dim, values, values
+        widths = shape.channels, values * dim, 2 * values
         inputs = tuple(normal(10 * seed + i, count, width) for i, width in enumerate(widths))
         expected = REF.delta_net(inputs, theirs, shape, truth, batch)
         found = plain.delta_net(
@@ -298,7 +298,7 @@ def test_drafts_change_no_bits(plain: Any) -> None:
     shape = DeltaShape(1, 2, 64, 4, (0, 0), "silu", 1e-6)
     raw = normal(1, shape.channels, 4), -np.abs(normal(2, 2)), normal(3, 2), normal(4, 64)
     weights = DeltaWeights(*(weights_of(plain, each)[0] for each in raw))
-    widths = shape.channels, 128, 2, 2
+    widths = shape.channels, 128, 4
     inputs = [normal(i, 9, width) for i, width in enumerate(widths)]
 
     def run(state: Any, start: int, stop: int, **fields: Any) -> np.ndarray:
