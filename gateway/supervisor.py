@@ -150,7 +150,7 @@ class Pulse:
         self._board.close()
 
     def _age(self) -> float:
-        return max(self._board.health(rank).age for rank in range(self._ranks))
+        return max(map(self._board.age, range(self._ranks)))
 
     def __enter__(self) -> Self:
         return self

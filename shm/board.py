@@ -147,7 +147,6 @@ class Board:
     def health(self, rank: int) -> Health:
         record = self._ranks[rank]
         length = min(int(record["stage_len"]), _RANK["stage"].itemsize)
-        beat = int(record["heartbeat"])
         state = int(record["state"])
         return Health(
             pid=int(record["pid"]),
@@ -156,8 +155,13 @@ class Board:
             fraction=float(record["fraction"]),
             step=int(record["step"]),
             waits_for=int(record["waits_for"]),
-            age=(time.monotonic_ns() - beat) / 1e9 if beat else float("inf"),
+            age=self.age(rank),
         )
+
+    def age(self, rank: int) -> float:
+        """Seconds since its last sign of life; infinite: it has given none."""
+        beat = int(self._ranks[rank]["heartbeat"])
+        return (time.monotonic_ns() - beat) / 1e9 if beat else float("inf")
 
     def is_alive(self, rank: int, max_age: float) -> bool:
         """Its process exists and its loop has beaten in the last `max_age` seconds."""
