@@ -95,8 +95,10 @@ def checked(ids: list[int], context: int, param: str) -> list[int]:
 
 
 def _too_long(tokens: str, context: int, param: str) -> ApiError:
+    """In the words by which clients know that they must shorten a conversation: the first half is
+    Anthropic's, the second OpenAI's."""
     message = (
-        f"the prompt has {tokens} tokens, but the context is {context} tokens and must also "
-        "hold at least one generated token"
+        f"prompt is too long: {tokens} tokens > {context - 1} maximum. This model's maximum "
+        f"context length is {context} tokens, and at least one of them must be generated"
     )
     return bad_request(message, param, "context_length_exceeded")

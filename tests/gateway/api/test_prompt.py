@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -110,7 +111,7 @@ async def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenised(
         return encode(text, **how)
 
     monkeypatch.setattr(services.tokenizer, "encode", spied)
-    with pytest.raises(ApiError, match=f"about {length} tokens, but the context is 256") as caught:
+    with pytest.raises(ApiError, match=f"about {length} tokens > 255 maximum") as caught:
         await ids_of(services, "x" * length)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     assert sizes == [1 << 16]
@@ -129,3 +130,13 @@ def test_a_text_of_few_tokens_is_tokenised_whole():
 
     assert len(_encoded(encode, " " * 500_000, 400, "prompt")) == 500
     assert sizes == [1 << 16, 1 << 18, 500_000]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+async def test_clients_know_a_prompt_that_is_too_long_by_these_words(post, path):
+    """Claude Code, and LiteLLM, which aider asks through, shorten the conversation then."""
+    status, body = await post(path, {"messages": [{"role": "user", "content": "a" * 300}]})
+    assert status == 400
+    message = body["error"]["message"]
+    assert re.match(r"prompt is too long: \d+ tokens > 255 maximum", message)
+    assert "This model's maximum context length is 256 tokens" in message
