@@ -13,6 +13,7 @@ import time
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board, exists
 from voltapile.shm.segment import SegmentError
+from voltapile.workers.claim import Claim
 
 MATE_SECONDS = 60.0  # without a sign of life after which a rank is given up by the others
 PREDECESSORS_SECONDS = 10.0  # that a group which was ended may take to go away
@@ -25,6 +26,7 @@ class Seat:
     def __init__(self, plan_id: str, ranks: int, rank: int) -> None:
         self.plan_id, self.ranks, self.rank = plan_id, ranks, rank
         self.others = [other for other in range(ranks) if other != rank]
+        self._claim = Claim(f"{plan_id}/{rank}")
 
     def join(self) -> Board:
         """Raises SegmentError, GroupError; then nothing has changed for those who are there."""
@@ -32,6 +34,7 @@ class Seat:
         before = self.board.health(self.rank)
         if before.pid != os.getpid() and self.board.aborted is None and self._lives(self.rank):
             raise GroupError(f"rank {self.rank} runs as pid {before.pid}: it is started twice")
+        self._claim_seat(before.pid)
         if before.state in ("loading", "ready") and any(map(self._lives, self.others)):
             self.leave("was started again")  # those who were with it wait for it in vain
         self._outlive()
@@ -70,6 +73,18 @@ class Seat:
                 return Board.create(self.plan_id, self.ranks)
             time.sleep(PAUSE_SECONDS)
         return Board.create(self.plan_id, self.ranks)
+
+    def _claim_seat(self, known: int) -> None:
+        """One whose gateway has gone, and the Board with it, lives on and is on no Board. known: a
+        process that is on the Board and may hang."""
+        deadline = time.monotonic() + PREDECESSORS_SECONDS
+        while (holder := self._claim.take()) and holder != known:
+            if time.monotonic() > deadline:
+                raise GroupError(
+                    f"rank {self.rank} runs as pid {holder}, whose gateway has gone: it is started "
+                    "twice; end that process"
+                )
+            time.sleep(PAUSE_SECONDS)
 
     def _outlive(self) -> None:
         """Let a group that was ended before us go away; the next one may begin then."""

@@ -60,6 +60,33 @@ def test_the_first_reason_counts(seats: list[Seat]) -> None:
     assert seats[0].board.aborted == "rank 1: no memory"
 
 
+ORPHAN = """
+import sys, time
+from voltapile.workers.seat import Seat
+seat = Seat(sys.argv[1], 2, 0)
+seat.join()
+seat.board.segment.unlink()  # as its gateway does when it ends
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_without_its_board_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch, seats: list[Seat]
+) -> None:
+    monkeypatch.setattr(seat_module, "PREDECESSORS_SECONDS", 0.2)
+    command = [sys.executable, "-c", ORPHAN, name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as orphan:
+        assert orphan.stdout is not None
+        assert orphan.stdout.readline() == "ready\n"
+        seats[1].join()  # another rank may come
+        with pytest.raises(GroupError, match=f"rank 0 runs as pid {orphan.pid}, whose gateway"):
+            seats[0].join()
+        monkeypatch.setattr(seat_module, "PREDECESSORS_SECONDS", 10.0)
+        threading.Timer(0.2, orphan.kill).start()  # it ends while we wait for that
+        seats[0].join()
+
+
 def test_alone_nobody_is_told(name: str) -> None:
     seat = Seat(name, 1, 0)
     seat.join()
