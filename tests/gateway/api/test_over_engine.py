@@ -12,7 +12,7 @@ from voltapile.gateway.api.app import listening, make_app
 from voltapile.gateway.engine import Engine
 from voltapile.topology.plan import CacheGroup, RankPlan, plan_id
 from voltapile.topology.share import Share
-from voltapile.workers.protocol import Ready, Result, Sampled, Step, decode, encode
+from voltapile.workers.protocol import Ready, Result, Sampled, Step, Stop, decode, encode
 
 COMPLETION = "/v1/completions"
 SLOTS = 2
@@ -34,8 +34,10 @@ class HeldWorker:
         await socket.send_multipart(encode(Ready(name="text-0", plan=self.plan.id)))
         while True:
             step = decode(await socket.recv_multipart())
-            if not isinstance(step, Step):
+            if isinstance(step, Stop):
                 return
+            if not isinstance(step, Step):
+                continue  # a Hold: no Step has more than one round here
             self.waits = not self.go.is_set()
             await self.go.wait()
             self.steps.append(step)
