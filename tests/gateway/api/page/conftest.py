@@ -30,7 +30,7 @@ OPTIONS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--hide-scrollbars", "--remote-debugging-port=0",
 )  # fmt: skip
-SECONDS = 10.0  # that anything in a page may take
+SECONDS = 20.0  # that anything in a page may take
 KEYS = {"Enter": "\r", "Escape": "", "Tab": "", " ": " "}
 
 
