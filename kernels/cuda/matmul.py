@@ -313,15 +313,11 @@ def _stream(
     deal = stream.deal(pair, *shape) if ops.arch >= stream.ARCH else None
     if deal is None:
         return False
-    numbers = columns, tokens, tokens, epilogue, others, deal.first_other
+    numbers = columns, tokens, epilogue, others, deal.first_other
     ops.kernel(stream.STREAM[pair])(
         (deal.blocks,),
-        deal.threads,
-        (
-            *_matrix_args(products),
-            x.ptr,
-            *map(np.int32, numbers),
-        ),
+        32 * stream.TEAMS * stream.WARPS,
+        (*_matrix_args(products), x.ptr, *map(np.int32, numbers)),
         shared=deal.shared,
     )
     return True

@@ -23,13 +23,14 @@ EMBED = {
     name: Instance("embed.cu", "embed", (("FORMAT", name),), True)
     for name in (*FORMATS, *REPACKED.values())
 }
-NORM_ROWS = Instance("norm.cu", "rms_norm_rows", waits=True)
-NORM_HEADS = Instance("norm.cu", "rms_norm_heads", waits=True)
+NORM_ROWS = Instance("norm.cu", "rms_norm_rows", (("HELD", "2"),), waits=True)
+NORM_LONG = Instance("norm.cu", "rms_norm_rows", (("HELD", "4"),), waits=True)
+NORM_HEADS = Instance("norm.cu", "rms_norm_heads", (("HELD", "2"),), waits=True)
 ANGLES = Instance("rope.cu", "rope_angles", (), True)
 ROTATE = Instance("rope.cu", "rope_rotate", (), True)
 SOFTCAP = Instance("elementwise.cu", "softcap", waits=True)
 GATHER = Instance("elementwise.cu", "gather", waits=True)
-INSTANCES = [*EMBED.values(), NORM_ROWS, NORM_HEADS, ANGLES, ROTATE, SOFTCAP, GATHER]
+INSTANCES = [*EMBED.values(), NORM_ROWS, NORM_LONG, NORM_HEADS, ANGLES, ROTATE, SOFTCAP, GATHER]
 
 LONGEST_HEAD = 512  # runs that one warp norms
 LONGEST_ROW = 16 * 1024  # that a block's registers hold
@@ -70,7 +71,10 @@ def rms_norm(
         ops.kernel(NORM_HEADS)((_groups(runs, 4),), 128, (*pointers, *numbers, np.int32(runs)))
     else:
         assert n <= LONGEST_ROW or n % 4, n
-        ops.kernel(NORM_ROWS)((runs,), norm_threads(n), (*pointers, *numbers))
+        is_long = n > 8 * norm_threads(n)
+        ops.kernel(NORM_LONG if is_long else NORM_ROWS)(
+            (runs,), norm_threads(n), (*pointers, *numbers)
+        )
     return out
 
 

@@ -15,31 +15,27 @@ from voltapile.kernels.cuda.launch import Instance
 
 ARCH = 80  # from which on
 WARPS, ROWS, TOKENS = 8, 16, 8
-PER_MULTIPROCESSOR = 2  # teams of WARPS warps
+TEAMS = 2  # of WARPS warps, in a block; a multiprocessor has one block
 RESERVED = 1024  # bytes of shared memory that every block takes beside its own
 DEPTH = 2  # chunks of a warp that may be on their way at once; more measured no faster
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 MIXED = [("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q5_K", "Q6_K"), ("Q4_K", "Q8_0")]
 
 
-def teams_of(pair: tuple[str, str]) -> int:
-    """Of a block. They share their tokens, so they must be of one format."""
-    return PER_MULTIPROCESSOR if pair[0] == pair[1] else 1
-
-
-def blocks_of(pair: tuple[str, str]) -> int:
-    return PER_MULTIPROCESSOR // teams_of(pair)
+PAIRS = [*((name, name) for name in FORMATS), *MIXED]
+# Threads that a multiprocessor's registers suffice for. With 80 of them for each of our 512 threads
+# there is room for blocks of attention, which then begin while a product ends; Q6_K wants more.
+THREADS = {pair: 512 if pair == ("Q6_K", "Q6_K") else 768 for pair in PAIRS}
 
 
 def _instance(pair: tuple[str, str]) -> Instance:
-    defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH}
-    defines |= {"TEAMS": teams_of(pair), "WARPS": WARPS, "BLOCKS": blocks_of(pair)}
-    defines |= {"TILES": 1, "MANY": 0}
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH, "TEAMS": TEAMS, "WARPS": WARPS}
+    defines |= {"THREADS": THREADS[pair], "TILES": 1, "MANY": 0}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_stream.cu", "matmul_stream", named, is_exact=True, waits=True)
 
 
-STREAM = {pair: _instance(pair) for pair in [*((name, name) for name in FORMATS), *MIXED]}
+STREAM = {pair: _instance(pair) for pair in PAIRS}
 INSTANCES = list(STREAM.values())
 
 
@@ -48,7 +44,6 @@ class Deal:
     """blocks: of the launch; those from first_other on take the other format."""
 
     blocks: int
-    threads: int
     first_other: int
     shared: int
 
@@ -59,11 +54,11 @@ def warp_bytes(chunk: Chunk) -> int:
     return _aligned(DEPTH * 16 * 16 * (vectors | 1) + chunk.scale_bytes)
 
 
-def shared_bytes(chunk: Chunk, teams: int, columns: int, room: int, tiles: int) -> int:
+def shared_bytes(chunk: Chunk, columns: int, room: int, tiles: int) -> int:
     """tiles: of a unit."""
     chunks = -(-columns // (32 * chunk.groups))
     each = warp_bytes(chunk) + 2 * tiles * 64 * room
-    return _aligned(chunks * chunk.slot_bytes(room)) + teams * WARPS * each
+    return _aligned(chunks * chunk.slot_bytes(room)) + TEAMS * WARPS * each
 
 
 @functools.lru_cache(maxsize=1024)
@@ -79,18 +74,16 @@ def deal(
 ) -> Deal | None:
     """rows, other_rows: of the matrices of the first and of the other format. None if it does not
     fit: then the product is matmul_rows.cu's, with the same bits."""
-    if pair not in STREAM or tokens > TOKENS or columns % 256 or min(rows + other_rows) < ROWS:
+    if pair not in PAIRS or tokens > TOKENS or columns % 256 or min(rows + other_rows) < ROWS:
         return None
-    tiles, teams = 2 if is_glu else 1, teams_of(pair)
-    parts = {pair[0], pair[1]} if other_rows else {pair[0]}
-    shared = max(shared_bytes(CHUNKS[n], teams, columns, tokens, tiles) for n in parts)
-    if shared > most_shared:
-        return None
-    fitting = (most_shared + RESERVED) // (shared + RESERVED)
-    slots = multiprocessors * min(fitting, PER_MULTIPROCESSOR // teams)
+    tiles, parts = 2 if is_glu else 1, {pair[0], pair[1]} if other_rows else {pair[0]}
+    shared = max(shared_bytes(CHUNKS[name], columns, tokens, tiles) for name in parts)
     own, others = units(rows[:1] if is_glu else rows), units(other_rows)
-    blocks, threads = min(slots, own + others), 32 * teams * WARPS
-    return Deal(blocks, threads, first_other(pair, blocks, own, others), shared)
+    blocks = min(multiprocessors, own + others)
+    if shared > most_shared or (others and blocks < 2):
+        return None
+    first = first_other(pair, blocks, -(-own // TEAMS), -(-others // TEAMS))
+    return Deal(blocks, first, shared)
 
 
 def first_other(pair: tuple[str, str], blocks: int, units: int, others: int) -> int:

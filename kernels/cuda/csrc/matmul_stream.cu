@@ -6,81 +6,283 @@
 // as in matmul_rows.cu and sums are made in the same order, so bits are the same. Tokens are staged
 // once, for all columns; before they are read, the ring is already being filled (grid.cuh).
 // -D: FORMAT; OTHER, of the matrices whose bit in `others` is set, which blocks from first_other on
-// take; DEPTH; TEAMS; WARPS; BLOCKS of a multiprocessor that registers suffice for; TILES 1 and
-// MANY 0.
+// take; DEPTH; TEAMS; WARPS; THREADS that a multiprocessor's registers shall suffice for, more than
+// a block has, so that blocks of the next kernels find room beside it; TILES 1 and MANY 0.
 #include "grid.cuh"
-#include "matmul_chunk.cuh"
-#include "matmul_epilogue.cuh"
 #include "matmul_ring.cuh"
 
 using namespace voltapile;
 
 #if VP_ARCH >= 800
+// The units of this block's format, counted through its matrices.
+struct Units {
+  const Product& all;
+  int first, second, count;  // where the second and the third matrix begin, and the end
+
+  __device__ __forceinline__ Units(const Product& all, unsigned mask) : all(all) {
+    first = units_of(mask, 0);
+    second = first + (all.is_glu() ? 0 : units_of(mask, 1));
+    count = second + (all.is_glu() ? 0 : units_of(mask, 2));
+  }
+  __device__ __forceinline__ int units_of(unsigned mask, int m) const {
+    return mask >> m & 1 ? (all.matrices[m].rows + 15) / 16 : 0;
+  }
+  __device__ __forceinline__ int before(int unit) const {  // in earlier matrices
+    return unit < first ? 0 : unit < second ? first : second;
+  }
+  // Of a tile's address: where its chunks lie within 16 bytes depends on no more.
+  __device__ __forceinline__ unsigned low_bits(int unit, int sub, int row_bytes) const {
+    const Matrix found = matrix(unit);
+    const int row = first_row_of(16 * (unit - before(unit)), found.rows);
+    return static_cast<unsigned>(reinterpret_cast<std::uint64_t>(
+               sub ? all.matrices[1].weights : found.weights)) + row * row_bytes;
+  }
+  __device__ __forceinline__ Matrix matrix(int unit) const {
+    Matrix found = all.matrices[0];
+    if (unit >= first) found = all.matrices[1];
+    if (unit >= second) found = all.matrices[2];
+    return found;
+  }
+};
+
+// How a lane's vectors of a chunk follow each other. Where rows lie in shared memory as close as
+// they are copied, they go on from row to row; else a turn takes whole rows.
+template <class F>
+struct Vectors {
+  using Raw = typename RingMemory<F>::Raw;
+  static constexpr int VECTORS = Raw::VECTORS;
+  static constexpr bool IS_DENSE = Raw::STRIDE == 16 * VECTORS;
+  static constexpr int ROWS = 32 / VECTORS;  // of a turn, if it takes whole ones
+  static constexpr int TURNS = IS_DENSE ? Raw::TURNS : (16 + ROWS - 1) / ROWS;
+  static constexpr int KEPT = IS_DENSE ? TURNS : 1;                   // offsets
+  static constexpr int APART = IS_DENSE ? 512 : ROWS * Raw::STRIDE;  // turns, in shared memory
+
+  static __device__ __forceinline__ bool is_in(int lane, int turn) {
+    if (IS_DENSE)
+      return 16 * VECTORS % 32 == 0 || turn < TURNS - 1 || lane + 32 * turn < 16 * VECTORS;
+    return lane < ROWS * VECTORS &&
+           (16 % ROWS == 0 || turn < TURNS - 1 || turn * ROWS + lane / VECTORS < 16);
+  }
+  static __device__ __forceinline__ unsigned offset(int lane, int turn, int row_bytes) {
+    const int index = lane + 32 * turn;
+    return min(index / VECTORS, 15) * row_bytes + 16 * (index % VECTORS);
+  }
+  static __device__ __forceinline__ int place(int lane) {
+    return IS_DENSE ? 16 * lane : lane / VECTORS * Raw::STRIDE + lane % VECTORS * 16;
+  }
+};
+
+// The next chunk of a warp that is to be fetched.
+template <class F>
+struct Ahead {
+  using M = RingMemory<F>;
+  using V = Vectors<F>;
+  const Units& units;
+  int unit, step, warp, lane, chunks, row_bytes, left, tiles = 0;  // tiles of the unit to come
+  const std::uint8_t* from;
+  unsigned offsets[V::KEPT];  // of this lane's vectors from the chunk's first row
+
+  __device__ __forceinline__ Ahead(const Units& units, int unit, int step, int warp, int lane)
+      : units(units), unit(unit - step), step(step), warp(warp), lane(lane),
+        chunks(units.all.k / M::COLUMNS), row_bytes(row_bytes_of<F>(units.all.k)) {
+#pragma unroll
+    for (int turn = 0; turn < V::KEPT; ++turn) offsets[turn] = V::offset(lane, turn, row_bytes);
+    if (warp >= chunks) this->unit = units.count;
+    find();
+  }
+  // To a place of the ring, if there is a chunk.
+  __device__ __forceinline__ void fetch(std::uint8_t* place) {
+    if (unit < units.count) {
+      const std::uint8_t* vector = from + offsets[0];
+      std::uint8_t* own = place + V::place(lane);
+#pragma unroll
+      for (int turn = 0; turn < V::TURNS; ++turn) {
+        if (V::IS_DENSE) vector = from + offsets[turn];
+        if (V::is_in(lane, turn))
+          copy_async(own + turn * V::APART, vector - V::Raw::skew(vector), 16);
+        if (!V::IS_DENSE) vector += V::ROWS * row_bytes;
+      }
+      from += WARPS * M::BYTES;
+      if (--left == 0) find();
+    }
+    commit_copies();
+  }
+
+ private:
+  __device__ __forceinline__ void find() {
+    left = (chunks - 1 - warp) / WARPS + 1;
+    if (tiles == 0) unit += step;
+    const Matrix matrix = units.matrix(unit);
+    const int row = first_row_of(16 * (unit - units.before(unit)), matrix.rows);
+    const std::uint8_t* weights = tiles == 0 ? matrix.weights : units.all.matrices[1].weights;
+    from = weights + static_cast<long long>(row) * row_bytes + warp * M::BYTES;
+    tiles = tiles == 0 && units.all.is_glu() ? 1 : 0;
+  }
+};
+
+// The same number, of which the compiler knows nothing: what is made of it is made again, and takes
+// no registers meanwhile.
+__device__ __forceinline__ int afresh(int number) {
+#ifndef VP_EMULATION
+  asm volatile("" : "+r"(number));
+#endif
+  return number;
+}
+
+// What a thread has to do with the end of a unit: value i of its [token][16 rows].
+struct Ending {
+  const Units& units;
+  int unit, i;
+  float before = 0;  // asked for early
+
+  __device__ __forceinline__ Ending(const Units& units, int unit, int i)
+      : units(units), unit(unit), i(i) {
+    const Matrix matrix = units.matrix(unit);
+    if (units.all.kind == ADD && is_there(matrix)) before = *place(matrix);
+  }
+  __device__ __forceinline__ bool is_there(const Matrix& matrix) const {
+    return i / 16 < units.all.tokens && row(matrix) >= meant();
+  }
+  __device__ __forceinline__ int meant() const { return 16 * (unit - units.before(unit)); }
+  __device__ __forceinline__ int row(const Matrix& matrix) const {
+    return first_row_of(meant(), matrix.rows) + i % 16;
+  }
+  __device__ __forceinline__ float* place(const Matrix& matrix) const {
+    return matrix.out + static_cast<long long>(i / 16) * matrix.rows + row(matrix);
+  }
+  // sums: [tile of the unit][warp][token][16 rows], `one` of them a warp.
+  __device__ __forceinline__ void write(const float* sums, int one) {
+    unit = afresh(unit);
+    const Matrix matrix = units.matrix(unit);
+    if (!is_there(matrix)) return;
+    float value = 0, up = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) value += sums[warp * one + i];
+    if (matrix.bias != nullptr) value += matrix.bias[row(matrix)];
+    if (units.all.is_glu()) {
+#pragma unroll
+      for (int warp = 0; warp < WARPS; ++warp) up += sums[(WARPS + warp) * one + i];
+      const float* bias = units.all.matrices[1].bias;
+      if (bias != nullptr) up += bias[row(matrix)];
+      value = activated(value, units.all.kind) * up;
+    }
+    *place(matrix) = units.all.kind == ADD ? before + value : value;
+  }
+};
+
+// Where rows of a chunk that begins at `first` begin in its place of the ring.
+template <class F>
+struct RowStarts {
+  using Raw = typename RingMemory<F>::Raw;
+  int row_bytes;
+  __device__ __forceinline__ int row_start(const std::uint8_t* first, int row) const {
+    return row * Raw::STRIDE + Raw::skew(first + row * row_bytes);
+  }
+};
+
+// All tokens' columns, to `memory`; a warp takes every `step`-th chunk. What comes from far away is
+// asked for SEVERAL at a time.
+template <class F>
+__device__ __forceinline__ void stage(const Product& all, std::uint8_t* memory, int chunk, int step,
+                                      int lane) {
+  using M = RingMemory<F>;
+  const int size = M::tokens_bytes(all.tokens), chunks = all.k / M::COLUMNS;
+  if constexpr (Order<F>::IS_BLOCK) {
+    constexpr int SEVERAL = 3;
+    int token = 0;
+    while (chunk < chunks) {
+      float4 a[SEVERAL], b[SEVERAL];
+      int chunk_of[SEVERAL], token_of[SEVERAL];
+#pragma unroll
+      for (int i = 0; i < SEVERAL; ++i) {
+        chunk_of[i] = chunk, token_of[i] = token;
+        const int some = min(chunk, chunks - 1);
+        M::Staged::load_whole(all.x + token * all.k, some * M::COLUMNS, lane, a[i], b[i]);
+        token = token + 1 < all.tokens ? token + 1 : 0;
+        chunk += token == 0 ? step : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < SEVERAL; ++i)
+        if (chunk_of[i] < chunks)
+          typename M::Staged(memory + chunk_of[i] * size, all.tokens)
+              .put(token_of[i], a[i], b[i], lane);
+    }
+  } else {
+    for (; chunk < chunks; chunk += step)
+      typename M::Staged(memory + chunk * size, all.tokens)
+          .stage(all.x, all.tokens, all.k, chunk * M::COLUMNS, lane);
+  }
+}
+
 // All units of this block: those of the matrices in `mask`, dealt to blocks `block` of `blocks`.
 template <class F>
 __device__ __forceinline__ void stream(const Product& all, unsigned mask, int block, int blocks,
                                        std::uint8_t* shared) {
   using M = RingMemory<F>;
+  using Raw = typename M::Raw;
   const int lane = threadIdx.x & 31, warp_of_block = threadIdx.x >> 5;
   const int team = warp_of_block / WARPS, warp = warp_of_block % WARPS;
   const Tile tile{lane};
-  const int chunks = (all.k + M::COLUMNS - 1) / M::COLUMNS, row_bytes = row_bytes_of<F>(all.k);
-  const int subs = all.is_glu() ? 2 : 1, one = 16 * all.room;
-  const int slot_bytes = M::tokens_bytes(all.room), all_tokens = aligned(chunks * slot_bytes);
-  std::uint8_t* memory = shared + all_tokens + warp_of_block * M::WARP;
+  const int chunks = all.k / M::COLUMNS, row_bytes = row_bytes_of<F>(all.k);
+  const int subs = all.is_glu() ? 2 : 1, one = 16 * all.tokens;
+  const int slot_bytes = M::tokens_bytes(all.tokens), all_tokens = aligned(chunks * slot_bytes);
+  std::uint8_t* ring = shared + all_tokens + warp_of_block * M::WARP;
   float* sums = reinterpret_cast<float*>(shared + all_tokens + TEAMS * WARPS * M::WARP) +
                 team * 2 * WARPS * subs * one;
 
-  const typename M::Raw raw(row_bytes, 15, lane);
-  Cursor unit(all, mask, block + team * blocks, TEAMS * blocks);
-  Ahead<F> ahead(unit, warp, chunks, row_bytes);
+  const Units units(all, mask);
+  const int step = TEAMS * blocks;
+  int unit = block + team * blocks;
+  Ahead<F> ahead(units, unit, step, warp, lane);
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) ahead.fetch(raw, memory, i);
+  for (int i = 0; i < DEPTH; ++i) ahead.fetch(ring + i * Raw::SIZE);
   grid_wait();
-  M::stage(all, shared, warp_of_block, TEAMS * WARPS, chunks, lane);
+  stage<F>(all, shared, warp_of_block, TEAMS * WARPS, lane);
   __syncthreads();
 
   int place = 0;
-  for (int count = 0; unit.is_in(); ++count, unit.next()) {
-    const int value = threadIdx.x % (32 * WARPS);
-    const bool finishes = warp < (all.tokens + 1) / 2;
-    Finish finish(all, unit, value);
-    if (finishes) finish.begin();
+  for (int count = 0; unit < units.count; ++count, unit += step) {
+    Ending ending(units, unit, threadIdx.x % (32 * WARPS));
     // Two sets of sums in turn, so that a set is read while the next is made.
     float* set = sums + (count & 1) * WARPS * subs * one;
     for (int sub = 0; sub < subs; ++sub) {
       float total[PASSES][Tile::VALUES] = {};
+      unsigned first = units.low_bits(unit, sub, row_bytes) + warp * M::BYTES;
 #pragma unroll 1
-      for (int chunk = warp; chunk < chunks; chunk += WARPS) {
+      for (int chunk = warp; chunk < chunks; chunk += WARPS, first += WARPS * M::BYTES) {
         wait_for_copies<DEPTH - 1>();
         __syncwarp();
-        M::multiply(memory, place, raw, ahead.skew(place), shared + chunk * slot_bytes, all.room,
-                    tile, total);
+        float part[PASSES][Tile::VALUES];
+        multiply_any<F>(ring, place * Raw::SIZE, ring + DEPTH * Raw::SIZE,
+                        reinterpret_cast<const std::uint8_t*>(static_cast<std::uint64_t>(first)),
+                        RowStarts<F>{row_bytes},
+                        typename M::Staged(shared + chunk * slot_bytes, all.tokens), tile, part);
+#pragma unroll
+        for (int e = 0; e < Tile::VALUES; ++e) total[0][e] = total[0][e] + part[0][e];
         __syncwarp();  // what was read may be overwritten
-        ahead.fetch(raw, memory, place);
+        ahead.fetch(ring + place * Raw::SIZE);
         place = place + 1 < DEPTH ? place + 1 : 0;
       }
-      keep_sums_of(total[0], tile, 0, all.room, set + (sub * WARPS + warp) * one);
+      keep_sums_of(total[0], tile, 0, all.tokens, set + (sub * WARPS + warp) * one);
     }
     meet_team(team);
-    if (finishes) finish.write(set, one);
+    ending.write(set, one);
   }
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * TEAMS * WARPS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     matmul_stream(const std::uint8_t* weights0, const float* bias0, float* out0, int rows0,
                   const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                   const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
-                  const float* x, int k, int tokens, int room, int epilogue, int others,
-                  int first_other) {
+                  const float* x, int k, int tokens, int epilogue, int others, int first_other) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   const Product all{{{weights0, bias0, out0, rows0},
                      {weights1, bias1, out1, rows1},
                      {weights2, bias2, out2, rows2}},
-                    x, k, tokens, room, static_cast<Epilogue>(epilogue)};
+                    x, k, tokens, tokens, static_cast<Epilogue>(epilogue)};
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)

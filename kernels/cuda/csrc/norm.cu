@@ -1,12 +1,11 @@
 // Root mean square norms over runs of n values. How many threads work on a run follows from n
-// alone, so that a run's bits depend on nothing beside it. Weights are there before the kernel before
-// this one has ended.
+// alone, so that a run's bits depend on nothing beside it. Weights are there before the kernel
+// before this one has ended. -D HELD: float4 that a thread keeps; with few of them a block finds
+// room beside a product that still runs.
 #include "block.cuh"
 #include "grid.cuh"
 
 namespace voltapile {
-
-constexpr int HELD = 4;  // float4 that a thread keeps
 
 __device__ __forceinline__ void finish(float* out, int i, float value, int accumulate) {
   out[i] = accumulate ? out[i] + value : value;

@@ -23,7 +23,6 @@
 #define __shared__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 
 struct float2 { float x, y; };
@@ -52,7 +51,6 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   unsigned out = 0;
   for (int i = 0; i < 4; ++i) {
     unsigned byte = bytes >> (8 * (select >> (4 * i) & 7)) & 255;
-    if (select >> (4 * i) & 8) byte = byte & 128 ? 255 : 0;
     out |= byte << (8 * i);
   }
   return out;
@@ -329,12 +327,11 @@ void call(void (*kernel)(P...), void** args, std::index_sequence<I...>) {
 // Of each block of a cluster; behind the first one's lies the second one's.
 inline int block_bytes;
 
-// together: blocks of a cluster, 1 for none, 0 for all of the grid. Returns 0; 1 if the kernel wrote behind its shared
+// together: blocks of a cluster, 1 for none. Returns 0; 1 if the kernel wrote behind its shared
 // memory.
 template <class... P>
 int launch(void (*kernel)(P...), int grid_x, int grid_y, int threads, int shared_bytes,
            void** args, int together) {
-  together = together > 0 ? together : grid_x;
   block_bytes = (shared_bytes + 127) / 128 * 128;
   shared_bytes = together > 1 ? together * block_bytes : shared_bytes;
   if (shared_bytes > SHARED_BYTES) return 1;

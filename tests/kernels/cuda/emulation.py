@@ -24,7 +24,7 @@ from voltapile.shm.formats import row_bytes
 HEADER = Path(__file__).with_name("emulate.h")
 MORE = Path(__file__).with_name("emulate_attention.h")  # for what needs more than products
 CLUSTER = Path(__file__).with_name("emulate_cluster.h")
-GATE = Path(__file__).with_name("emulate_gate.h")
+BYTES = Path(__file__).with_name("emulate_bytes.h")
 FLAGS = ("-std=c++20", "-O2", "-g0", "-w", "-shared", "-fPIC", "-ffp-contract=off")
 SLACK = 256  # bytes behind a matrix that kernels may read
 
@@ -60,9 +60,6 @@ class EmulatedOps:
             assert status == 0, f"{instance.name} wrote behind its shared memory"
 
         return call
-
-    def defer(self, product: object) -> bool:
-        return False
 
     def scratch(self, shape: Sequence[int], dtype: Any = np.float32) -> DeviceArray:
         array = self.array(np.full(shape, 7, dtype))
@@ -106,8 +103,9 @@ class EmulatedOps:
     def _library(self, instance: Instance) -> ctypes.CDLL:
         text = re.sub(r"(?<!extern )__shared__", "static", source_of(instance.file))
         headers = [HEADER, MORE] if "__ldcg" in text else [HEADER]
-        together = dict(instance.defines).get("SPLIT", "0" if "gate_read" in text else "1")
-        headers += {"0": [GATE], "1": []}.get(together, [CLUSTER])
+        headers += [BYTES] if "mma_bytes" in text else []
+        together = dict(instance.defines).get("SPLIT", "1")
+        headers += [CLUSTER] if together != "1" else []
         included = "".join(f'#include "{each}"\n' for each in headers)
         source = f"{included}{text}\n" + (
             'extern "C" int launch(int x, int y, int threads, int shared, void** args) {\n'

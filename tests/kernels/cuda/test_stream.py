@@ -106,3 +106,15 @@ def test_what_does_not_fit_is_left_to_rows() -> None:
     assert deal("Q8_0", 288, 1, 4096) is None
     assert deal("Q4_K", 4096, 1, 15) is None
     assert deal("Q4_K", 65536, 8, 4096) is None
+
+
+def test_two_formats_are_dealt_by_their_bytes() -> None:
+    def first(rows: int, other_rows: int) -> int:
+        pair, others = ("Q4_K", "Q6_K"), (other_rows,) if other_rows else ()
+        found = stream.deal(pair, 4096, 1, (rows,), others, False, 132, 227 << 10)
+        assert found is not None
+        return found.first_other
+
+    assert first(4096, 0) == 132
+    assert 40 < first(4096, 4096) < 66
+    assert first(5120, 1024) <= 100  # each team of the other format has one tile
