@@ -3,31 +3,27 @@
 // Both add to the streams what the layer's half before computed; stream_up keeps the sum.
 //
 // All in float32; a sum's order knows its matrix alone, so that a row's bits depend on no company.
-// -D FORMAT of the three matrices; ROWS of a block of stream_down.
+// Code is kept short where it runs once: a layer's kernels push each other's out of caches.
+// -D FORMAT of the three matrices; ROWS of a block of stream_down; TOKENS of a block.
 #include "attention_copies.cuh"
 #include "grid.cuh"
 #include "row_sums.cuh"
+#include "stream_share.cuh"
 
 namespace voltapile {
 
 using Format = formats::FORMAT;
-constexpr int STREAMS = 4;  // most
-constexpr int TOKENS = 8;   // of a block
-constexpr int PASS = 2;     // of which stream_down has so many in registers
+constexpr int STREAMS = 4;
+constexpr int PASS = TOKENS > 1 ? 2 : 1;  // of tokens, that stream_down has in registers at once
 constexpr int PART = 32;    // columns that an item of stream_up sums
 constexpr bool IS_STAGED = Format::length > 1;  // rows come by way of shared memory
 static_assert(ROWS < SUMS);  // and the squares
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-// How much each stream gets of what was computed before; it is added as in stream_add.
-struct Before {
-  const float* inject;  // [tokens][S]
-  int count;
-
-  __device__ __forceinline__ float share(long long t, int stream) const {
-    return 2.0f * sigmoid(inject[t * count + stream] / count);
-  }
+// Number i of some that each token has `each` of.
+struct Place {
+  int t, i;
+  __device__ __forceinline__ Place(int i, int each)
+      : t(TOKENS > 1 ? i / each : 0), i(TOKENS > 1 ? i % each : i) {}
 };
 
 // Sixteen bytes to shared memory, there after wait_for_copies at the latest.
@@ -67,6 +63,38 @@ __device__ __forceinline__ void multiply_part(const std::uint8_t* row, const flo
     if (t < tokens) out[t * apart] = sum[t];
 }
 
+// A block's rows of `up`, those of a stream together, on their way to shared memory.
+__device__ __forceinline__ void stage_rows(std::uint8_t* to, const std::uint8_t* up, int row_size,
+                                           int first, int own, int width) {
+  const int bytes = own * row_size;  // of a stream
+  const bool is_whole = (bytes | row_size * first | row_size * width) % 16 == 0;
+  const std::uint8_t* from = up + static_cast<long long>(first) * row_size;
+#pragma unroll 1
+  for (int s = 0; s < STREAMS; ++s) {
+    if (is_whole)
+#pragma unroll 1
+      for (int i = 16 * threadIdx.x; i < bytes; i += 16 * blockDim.x) copy_whole(to + i, from + i);
+    else
+#pragma unroll 1
+      for (int i = 2 * threadIdx.x; i < bytes; i += 2 * blockDim.x)
+        *reinterpret_cast<unsigned short*>(to + i) =
+            *reinterpret_cast<const unsigned short*>(from + i);
+    to += bytes, from += static_cast<long long>(width) * row_size;
+  }
+  commit_copies();
+}
+
+// Of row `row` of both matrices that stream_down had, for a token.
+__device__ __forceinline__ float sum_of_streams(const float* parts, int token, int all, int row) {
+  const float* from = parts + token * STREAMS * all + row;
+  float part[STREAMS], sum = 0.0f;
+#pragma unroll
+  for (int s = 0; s < STREAMS; ++s) part[s] = from[s * all];
+#pragma unroll
+  for (int s = 0; s < STREAMS; ++s) sum += part[s];
+  return sum;
+}
+
 }  // namespace voltapile
 
 using namespace voltapile;
@@ -74,19 +102,19 @@ using namespace voltapile;
 // grid: (rows of both matrices / ROWS * S, tokens / TOKENS), width / 8 threads, eight columns each.
 // parts: [tokens][S][low + injects]: a stream's part of each row's product; factors: [tokens][S],
 // what its norm multiplies by.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
 stream_down(const float* x, const float* inject_before, const float* y_before, const float* norm,
             const std::uint8_t* down, const std::uint8_t* inject, float* parts, float* factors,
-            int tokens, int width, int count, int low, int injects, float eps) {
+            int tokens, int width, int low, int injects, float eps) {
   __shared__ float sums[PASS][16][SUMS];
   grid_launch();
-  const int stream = blockIdx.x % count, first = blockIdx.x / count * ROWS, all = low + injects;
+  const int stream = blockIdx.x % STREAMS, first = blockIdx.x / STREAMS * ROWS, all = low + injects;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int column = EIGHT * threadIdx.x;
   const bool is_in = column < width;
   const int at = stream * width + (is_in ? column : 0);
   typename Eight<Format>::Raw raw[ROWS];
-  const long long row_size = row_bytes<Format>(count * width);
+  const long long row_size = row_bytes<Format>(STREAMS * width);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = min(first + r, all - 1);
@@ -97,7 +125,6 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
 #pragma unroll
   for (int i = 0; i < EIGHT; ++i) weight[i] = is_in ? norm[at + i] : 0.0f;
   grid_wait();
-  const Before before{inject_before, count};
   for (int begin = blockIdx.y * TOKENS; begin < min(tokens, static_cast<int>(blockIdx.y + 1) * TOKENS);
        begin += PASS) {
     const int here = min(PASS, tokens - begin);
@@ -106,12 +133,12 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
     for (int t = 0; t < PASS; ++t) {
       squares[t] = 0.0f;
       if (t >= here) continue;
-      const long long token = begin + t;
-      float added[EIGHT];
-      eight_of(x + token * count * width + at, own[t]);
+      const int token = begin + t;
+      eight_of(x + static_cast<long long>(token) * STREAMS * width + at, own[t]);
       if (y_before != nullptr) {
+        float added[EIGHT];
         eight_of(y_before + token * width + (at - stream * width), added);
-        const float share = before.share(token, stream);
+        const float share = share_of(inject_before[token * STREAMS + stream], STREAMS);
 #pragma unroll
         for (int i = 0; i < EIGHT; ++i) own[t][i] = fmaf(share, added[i], own[t][i]);
       }
@@ -153,8 +180,8 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
       for (int w = 0; w < 16; ++w)
         if (w < warps) square += sums[i][w][ROWS], sum += sums[i][w][r];
       const float factor = 1.0f / sqrtf(square / width + eps);
-      const long long place = static_cast<long long>(begin + i) * count + stream;
-      if (r < ROWS && first + r < all) parts[place * all + first + r] = sum * factor;
+      const int place = (begin + i) * STREAMS + stream;
+      if (r < ROWS && first + r < all) parts[static_cast<long long>(place) * all + first + r] = sum * factor;
       if (first == 0 && r == ROWS) factors[place] = factor;
     }
   }
@@ -163,77 +190,58 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
 // grid: (width / columns, tokens / TOKENS). out: [tokens][width], the mean of the normed streams
 // times sigmoid(up silu(scale * low)); injected: [tokens][injects]. x changes in place.
 // Shared: the block's rows of `up`, if they are staged; floats [TOKENS][low], [PART's][TOKENS][rows].
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
 stream_up(float* x, const float* inject_before, const float* y_before, const float* norm,
           const std::uint8_t* up, const float* parts, const float* factors, float* out,
-          float* injected, int tokens, int width, int count, int low, int injects, int columns,
+          float* injected, int tokens, int width, int low, int injects, int columns,
           int staged_bytes, float scale) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
-  const int first = blockIdx.x * columns, own = min(columns, width - first), rows = own * count;
+  const int first = blockIdx.x * columns, own = min(columns, width - first), rows = own * STREAMS;
   const int row_size = static_cast<int>(row_bytes<Format>(low)), all = low + injects;
+  const int begin = blockIdx.y * TOKENS, here = min(TOKENS, tokens - begin);
   float* lows = reinterpret_cast<float*>(shared + staged_bytes);
   float* gates = lows + TOKENS * low;
-  if constexpr (IS_STAGED) {
-    const int bytes = own * row_size;  // of a stream
-    const long long apart = static_cast<long long>(width) * row_size;
-    const std::uint8_t* from = up + static_cast<long long>(first) * row_size;
-    if ((bytes | row_size * first | row_size * width) % 16 == 0) {
-#pragma unroll 4
-      for (int i = 16 * threadIdx.x; i < count * bytes; i += 16 * blockDim.x)
-        copy_whole(shared + i, from + i / bytes * apart + i % bytes);
-    } else {
-      for (int i = 2 * threadIdx.x; i < count * bytes; i += 2 * blockDim.x)
-        *reinterpret_cast<unsigned short*>(shared + i) =
-            *reinterpret_cast<const unsigned short*>(from + i / bytes * apart + i % bytes);
-    }
-    commit_copies();
-  }
-  grid_wait();
-  const int begin = blockIdx.y * TOKENS, here = min(TOKENS, tokens - begin);
+  if constexpr (IS_STAGED) stage_rows(shared, up, row_size, first, own, width);
   // What this thread joins in the end, asked for early: one column of one token.
   const bool joins = static_cast<int>(threadIdx.x) < here * own;
-  const int column = joins ? first + static_cast<int>(threadIdx.x) % own : first;
-  const long long token = begin + (joins ? static_cast<int>(threadIdx.x) / own : 0);
-  float value[STREAMS], weight[STREAMS], share[STREAMS], added = 0.0f;
-  if (y_before != nullptr) added = y_before[token * width + column];
+  const Place mine(joins ? threadIdx.x : 0, own);
+  const int column = first + mine.i, token = begin + mine.t;
+  float* streams = x + static_cast<long long>(token) * STREAMS * width + column;
+  float value[STREAMS], weight[STREAMS], share[STREAMS];
+#pragma unroll
+  for (int s = 0; s < STREAMS; ++s) weight[s] = norm[s * width + column];
+  grid_wait();
+  const float added = y_before != nullptr ? y_before[token * width + column] : 0.0f;
 #pragma unroll
   for (int s = 0; s < STREAMS; ++s) {
-    if (s >= count) continue;
-    value[s] = x[(token * count + s) * width + column];
-    weight[s] = factors[token * count + s];
-    share[s] = y_before != nullptr ? inject_before[token * count + s] : 0.0f;
+    value[s] = streams[s * width];
+    share[s] = y_before != nullptr ? inject_before[token * STREAMS + s] : 0.0f;
+    weight[s] *= factors[token * STREAMS + s];
   }
-  // Of row i of `down`, counted over all tokens, or of `inject` behind them.
-  const auto product = [&](int t, int row) {
-    float part[STREAMS], sum = 0.0f;
-    const float* from = parts + static_cast<long long>(begin + t) * count * all + row;
-#pragma unroll
-    for (int s = 0; s < STREAMS; ++s) part[s] = s < count ? from[s * all] : 0.0f;
-#pragma unroll
-    for (int s = 0; s < STREAMS; ++s)
-      if (s < count) sum += part[s];
-    return sum;
-  };
+#pragma unroll 1
   for (int i = threadIdx.x; i < here * low; i += blockDim.x) {
-    const float sum = scale * product(i / low, i % low);
+    const Place place(i, low);
+    const float sum = scale * sum_of_streams(parts, begin + place.t, all, place.i);
     lows[i] = sum * sigmoid(sum);
   }
   if (blockIdx.x == 0)
-    for (int i = threadIdx.x; i < here * injects; i += blockDim.x)
-      injected[static_cast<long long>(begin) * injects + i] =
-          product(i / injects, low + i % injects);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < here * injects; i += blockDim.x) {
+      const Place place(i, injects);
+      injected[begin * injects + i] = sum_of_streams(parts, begin + place.t, all, low + place.i);
+    }
+  if (y_before != nullptr) {
 #pragma unroll
-  for (int s = 0; s < STREAMS; ++s) {
-    if (s >= count) continue;
-    weight[s] *= norm[s * width + column];
-    if (y_before == nullptr) continue;
-    value[s] = fmaf(2.0f * sigmoid(share[s] / count), added, value[s]);
-    if (joins) x[(token * count + s) * width + column] = value[s];
+    for (int s = 0; s < STREAMS; ++s) {
+      value[s] = fmaf(share_of(share[s], STREAMS), added, value[s]);
+      if (joins) streams[s * width] = value[s];
+    }
   }
   if constexpr (IS_STAGED) wait_for_copies<0>();
   __syncthreads();
   const int pieces = (low + PART - 1) / PART;
+#pragma unroll 1
   for (int item = threadIdx.x; item < rows * pieces; item += blockDim.x) {
     const int row = item % rows, piece = item / rows;
     const std::uint8_t* from =
@@ -243,15 +251,13 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
   }
   __syncthreads();
   if (!joins) return;
-  float mean = 0.0f;
+  float mean = 0.0f, gate[STREAMS] = {};
+  const float* own_gates = gates + mine.t * rows + mine.i;
+#pragma unroll 2
+  for (int piece = 0; piece < pieces; ++piece, own_gates += TOKENS * rows)
 #pragma unroll
-  for (int s = 0; s < STREAMS; ++s) {
-    if (s >= count) continue;
-    const float* own_gates = gates + (threadIdx.x / own) * rows + s * own + threadIdx.x % own;
-    float gate = 0.0f;
-#pragma unroll 4
-    for (int piece = 0; piece < pieces; ++piece) gate += own_gates[piece * TOKENS * rows];
-    mean += value[s] * weight[s] * sigmoid(gate);
-  }
-  out[token * width + column] = mean / count;
+    for (int s = 0; s < STREAMS; ++s) gate[s] += own_gates[s * own];
+#pragma unroll
+  for (int s = 0; s < STREAMS; ++s) mean += value[s] * weight[s] * sigmoid(gate[s]);
+  out[token * width + column] = mean / STREAMS;
 }

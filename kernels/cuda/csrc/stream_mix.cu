@@ -1,10 +1,9 @@
 // Residual streams, S of them side by side: norms, the mix of streams to one input, the way back.
 #include "block.cuh"
 #include "grid.cuh"
+#include "stream_share.cuh"
 
 using namespace voltapile;
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // grid: (width / 256, tokens * S). out [tokens][S][width]: x [tokens][width] S times.
 extern "C" __global__ void streams(const float* x, float* out, int width, int count) {
@@ -58,7 +57,7 @@ extern "C" __global__ void stream_add(float* __restrict__ x, const float* __rest
 #pragma unroll 4
   for (int s = 0; s < count; ++s) {  // as stream_in.cu has it
     float& place = x[(token * count + s) * width + i];
-    place = fmaf(2.0f * sigmoid(inject[token * count + s] / count), value, place);
+    place = fmaf(share_of(inject[token * count + s], count), value, place);
   }
 }
 

@@ -15,7 +15,7 @@ from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.families import CudaFamilies
 from voltapile.kernels.cuda.launch import DeviceArray
 from voltapile.kernels.cuda.pages import CudaKv
-from voltapile.kernels.families import DeltaWeights, MixWeights, NGramWeights
+from voltapile.kernels.families import DeltaWeights, MixWeights, NGramWeights, SharedExpert
 from voltapile.kernels.ops import Batch
 from voltapile.kernels.reference.families import ReferenceFamilyOps
 from voltapile.shm.gguf import Gguf
@@ -77,7 +77,7 @@ class Mixed(ReferenceFamilyOps):
             return self.halves(x)
         if isinstance(x, tuple) and all(isinstance(each, np.ndarray) for each in x):
             return tuple(self.own(each) for each in x)
-        if isinstance(x, (DeltaWeights, NGramWeights, MixWeights)):
+        if isinstance(x, (DeltaWeights, NGramWeights, MixWeights, SharedExpert)):
             return replace(x, **{k: self.own(v) for k, v in vars(x).items()})
         return x
 
