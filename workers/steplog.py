@@ -3,7 +3,7 @@
 A worker is a fold over this log: whoever runs the same Plan over it gets the same tokens. Layout,
 little endian: for each message a u32 count of its frames, then for each a u32 length and its bytes.
 Each life of a worker begins with its Ready, all slots empty; then come Steps in their order,
-each before it was run and followed by its Result, if there was one.
+each before it was run and followed by the Results of its rounds, as many as were run.
 """
 
 from __future__ import annotations
