@@ -17,6 +17,7 @@ import random
 import statistics
 import sys
 
+from gateway_overhead import cpu_seconds
 from http_stream import IDS, PROMPT, serving
 from streaming import stream_completion
 from voltapile.gateway.cli.bench import machine_lock
@@ -39,30 +40,34 @@ ITEM = {
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 1_000_000}
 
 
-async def speed(url: str, tokens: int, **fields: object) -> float:
+async def timed(url: str, pid: int, tokens: int, **fields: object) -> tuple[float, float]:
+    """(tokens a second, microseconds of the gateway's CPU a token)."""
     prompt = [random.choice(IDS) for _ in range(PROMPT)]
+    before = cpu_seconds(pid)
     done = await stream_completion(url, prompt, tokens, temperature=1, **fields)
     assert done.tokens == tokens, f"the answer ended after {done.tokens} tokens"
-    return done.decode_tok_s
+    return done.decode_tok_s, (cpu_seconds(pid) - before) / tokens * 1e6
 
 
-async def measure(url: str, tokens: int, rounds: int) -> dict[str, object]:
-    await speed(url, 20)
-    await speed(url, 20, json_schema=SCHEMA)  # compiled once
+async def measure(url: str, pid: int, tokens: int, rounds: int) -> dict[str, object]:
+    await timed(url, pid, 20)
+    await timed(url, pid, 20, json_schema=SCHEMA)  # compiled once
     free, bound = [], []
     for _ in range(rounds):
-        free.append(await speed(url, tokens))
-        bound.append(await speed(url, tokens, json_schema=SCHEMA))
-    cost = 1 - statistics.median(bound) / statistics.median(free)
-    extra = 1 / statistics.median(bound) - 1 / statistics.median(free)
+        free.append(await timed(url, pid, tokens))
+        bound.append(await timed(url, pid, tokens, json_schema=SCHEMA))
+    free_speed, free_cpu = map(statistics.median, zip(*free, strict=True))
+    bound_speed, bound_cpu = map(statistics.median, zip(*bound, strict=True))
     return {
         "tokens": tokens,
-        "free_tok_s": round(statistics.median(free), 1),
-        "bound_tok_s": round(statistics.median(bound), 1),
-        "cost_percent": round(100 * cost, 1),
-        "extra_us_per_token": round(1e6 * extra),
-        "all_free_tok_s": [round(each, 1) for each in free],
-        "all_bound_tok_s": [round(each, 1) for each in bound],
+        "free_tok_s": round(free_speed, 1),
+        "bound_tok_s": round(bound_speed, 1),
+        "cost_percent": round(100 * (1 - bound_speed / free_speed), 1),
+        "extra_us_per_token": round(1e6 * (1 / bound_speed - 1 / free_speed)),
+        "free_cpu_us": round(free_cpu),
+        "bound_cpu_us": round(bound_cpu),
+        "all_free_tok_s": [round(speed, 1) for speed, _ in free],
+        "all_bound_tok_s": [round(speed, 1) for speed, _ in bound],
     }
 
 
@@ -74,14 +79,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    with machine_lock(), serving(args) as (url, _):
-        row = asyncio.run(measure(url, args.tokens, args.rounds))
+    with machine_lock(), serving(args) as (url, pid):
+        row = asyncio.run(measure(url, pid, args.tokens, args.rounds))
     if args.json:
         print(json.dumps(row))
         return 0
-    print("| " + " | ".join(key for key in row if not key.startswith("all_")) + " |")
-    print("|---|---|---|---|---|")
-    print("| " + " | ".join(str(row[key]) for key in row if not key.startswith("all_")) + " |")
+    shown = {key: str(value) for key, value in row.items() if not key.startswith("all_")}
+    print("| " + " | ".join(shown) + " |\n" + "|---" * len(shown) + "|")
+    print("| " + " | ".join(shown.values()) + " |")
     return 0
 
 

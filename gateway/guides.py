@@ -8,37 +8,60 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 import numpy as np
 from voltapile.gateway.request import Chunk, Request, State
 
 
 class Guides:
-    """go_on() is called when a mask has come, fail(request, why) when there is none."""
+    """go_on() is called when a mask has come, fail(request, why) when there is none.
+
+    A thread and a queue of its own: an executor's futures cost as much as a mask.
+    """
 
     def __init__(self, go_on: Callable[[], None], fail: Callable[[Request, str], None]) -> None:
         self._go_on, self._fail = go_on, fail
-        self._pool = ThreadPoolExecutor(1, "grammar")  # its thread starts with the first task
+        self._asked: SimpleQueue[tuple[Request, list[int]] | None] = SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None  # once the thread is there
 
     def follow(self, chunks: Iterable[tuple[Request, Chunk]]) -> None:
         """What was generated, of all requests."""
         for request, chunk in chunks:
             if request.guide is not None and chunk.tokens and not chunk.finish:
-                loop = asyncio.get_running_loop()
-                task = loop.run_in_executor(self._pool, request.guide.advance, chunk.tokens)
-                task.add_done_callback(partial(self._take, request))
+                if self._loop is None:
+                    self._loop = asyncio.get_running_loop()
+                    Thread(
+                        target=self._work, args=[self._loop], name="grammar", daemon=True
+                    ).start()
+                self._asked.put((request, chunk.tokens))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """What has not begun is not computed any more."""
+        with suppress(Empty):
+            while True:
+                self._asked.get_nowait()
+        self._asked.put(None)
 
-    def _take(self, request: Request, task: asyncio.Future[np.ndarray]) -> None:
-        if task.cancelled() or (request.state is State.FINISHED and task.exception() is None):
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        while (asked := self._asked.get()) is not None:
+            request, tokens = asked
+            assert request.guide is not None
+            found: np.ndarray | Exception
+            try:
+                found = request.guide.advance(tokens)
+            except Exception as error:  # the loop tells whose request it ends
+                found = error
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._take, request, found)
+
+    def _take(self, request: Request, found: np.ndarray | Exception) -> None:
+        if request.state is State.FINISHED:
             return
-        error = task.exception()
-        if error is None:
-            request.mask = task.result()
+        if isinstance(found, Exception):
+            self._fail(request, f"the grammar cannot be followed: {found}")
+        else:
+            request.mask = found
             self._go_on()
-        elif request.state is not State.FINISHED:
-            self._fail(request, f"the grammar cannot be followed: {error}")

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -67,3 +68,14 @@ async def test_nothing_is_told_of_what_has_ended(told):
     guides.follow([(ended, Chunk([3])), (last, Chunk([3], "stop")), (empty, Chunk())])
     await asyncio.sleep(0.05)
     assert news == []
+
+
+async def test_its_thread_ends_with_it(told):
+    guides, _, changed = told
+    others = threading.enumerate()
+    guides.follow([(request(Follower()), Chunk([3]))])
+    await asyncio.wait_for(changed.wait(), 5)
+    [thread] = [each for each in threading.enumerate() if each not in others]
+    guides.close()
+    await asyncio.to_thread(thread.join, 5)
+    assert not thread.is_alive()
