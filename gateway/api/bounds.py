@@ -98,13 +98,14 @@ def _with_thought(tokenizer: Tokenizer, lark: str, reading: Reading) -> str:
 
 def _with_controls(tokenizer: Tokenizer, lark: str, marks: Iterable[str]) -> str:
     """With those markers as tokens that are control tokens, and so stand for no text."""
-    tokens = {mark: token for mark in marks if (token := _control(tokenizer, mark)) is not None}
     lines = lark.split("\n")
-    for i, line in enumerate(lines):
-        if "%json" not in line:  # a schema is its author's
-            for mark, token in tokens.items():
-                line = line.replace(mark, f'" <[{token}]> "')
-            lines[i] = line.replace(' "" ', " ").replace(' ""', "")
+    for mark in marks:
+        if (token := _control(tokenizer, mark)) is not None:
+            shown, name = quoted(mark)[1:-1], f"<[{token}]>"
+            for i, line in enumerate(lines):
+                if shown in line and "%json" not in line:  # a schema is its author's
+                    line = line.replace(shown, f'" {name} "')
+                    lines[i] = line.replace(f'"" {name}', name).replace(f'{name} ""', name)
     return "\n".join(lines)
 
 

@@ -59,3 +59,30 @@ async def test_thought_comes_before_a_forced_call(services):
     guide.advance([258, *b"why [ TOOL"])
     assert CALLS in allowed(guide.advance([CLOSE]))
     assert allowed(guide.advance([CALLS])) == {ord("f")}
+
+
+BEGIN, OPEN, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+
+
+@pytest.mark.parametrize("control", [(), (BEGIN, OPEN), (OPEN, BEGIN, SEPARATOR)])
+async def test_markers_beyond_ascii_as_text_or_as_tokens(make_tokenizer, control):
+    made = make_tokenizer("<s>", "</s>", *control)
+    services = SimpleNamespace(tokenizer=made, grammars=Grammars(made))
+    guide = await guide_of(services, f"{{{{ tools }}}}{{{{ messages[0].content }}}}{BEGIN}")
+    for text in (BEGIN, OPEN, "function", SEPARATOR, "f\n```json\n", '{"n":1}', "\n```"):
+        ids = [258 + control.index(text)] if text in control else list(text.encode())
+        for token in ids:
+            assert token in allowed(guide.mask)
+            guide.mask = guide.advance([token])
+    assert allowed(guide.mask) == {ord("<")}
+
+
+async def test_an_empty_choice_stays_one(make_tokenizer):
+    made = make_tokenizer("<s>", "</s>", "<tool_call>")
+    services = SimpleNamespace(tokenizer=made, grammars=Grammars(made))
+    source = "{{ tools }}{{ messages[0].content }}<tool_call><function=f><parameter=a>"
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", ""]}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    guide = await guide_of(services, source, tools=[tool])
+    guide.advance([258])
+    assert allowed(guide.advance(b"\n<function=f>\n<parameter=a>\n")) == {ord("x"), ord("\n")}
