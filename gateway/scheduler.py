@@ -146,6 +146,7 @@ class Scheduler:
                 rows.append(row)
                 flight.sampling[row.slot] = request
         flight.load.decodes = len(rows)
+        running = [request for request in running if request.slot >= 0]  # not preempted just now
         ends = self.budget.share_out(running, self.waiting.clients, len(rows), self._admit)
         for request, end in ends.items():
             flight.load.add(request.computed, end)
@@ -162,9 +163,8 @@ class Scheduler:
                 self.tables.remember(request, request.computed)
         copies = self.checkpoints.copies()
         flight.add(self._spare_rounds(flight))
-        step = Step(
-            id=flight.step, rounds=flight.left, rows=rows, release=self._releases, copy=copies
-        )
+        step = Step(id=flight.step, rows=rows, release=self._releases, copy=copies)
+        step.rounds = flight.left
         self._next_step += 1
         self._releases = []
         flights.append(flight)
@@ -208,8 +208,8 @@ class Scheduler:
     def _spare_rounds(self, flight: Flight) -> int:
         """How often the workers can repeat a Step before anything but its rows' ends matters."""
         samples = [request for request in flight.sampling.values() if request is not None]
-        is_all = len(samples) == len(self.running)
-        if not self.can_repeat or self.waiting or self._suspects or not is_all:
+        is_all = len(samples) == len(self.running) and not self.waiting
+        if not (self.can_repeat and is_all) or self._suspects:
             return 0
         return spare_rounds(samples, self.checkpoints.block if self.checkpoints.pool else 0)
 

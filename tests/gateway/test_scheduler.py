@@ -880,6 +880,21 @@ def test_a_suspect_waits_for_a_slot_while_others_go_on() -> None:
     assert {world.finish[request.id] for request in requests} == {"length"}
 
 
+@pytest.mark.parametrize("free", range(4))
+def test_a_suspect_that_finds_no_page_waits(free: int) -> None:
+    """Others hold them, and it was lost further on than it has tokens."""
+    plan = make_plan(context=24, slots=2, pages=(25,), page_tokens=(1,), steps_in_flight=3)
+    world = World(plan, alignment=1)
+    for token in range(2):
+        world.add([token] * 2, max_position=24)
+    while world.scheduler.pools[0].free > free:
+        while world.send():
+            pass
+        world.work(), world.receive()
+    world.crash()
+    world.run()
+
+
 def test_suspects_are_told_apart_by_running_one_at_a_time() -> None:
     world = World(make_plan(context=256, slots=6, pages=(400,)))
     good = [world.add(prompt_of(5, seed=i), max_position=50) for i in range(3)]
