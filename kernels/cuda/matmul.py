@@ -314,9 +314,9 @@ def _stream(
     if deal is None:
         return False
     numbers = columns, tokens, epilogue, others, deal.first_other
-    ops.kernel(stream.STREAM[pair])(
+    ops.kernel(stream.STREAM[pair, deal.teams])(
         (deal.blocks,),
-        32 * stream.TEAMS * stream.WARPS,
+        32 * deal.teams * stream.WARPS,
         (*_matrix_args(products), x.ptr, *map(np.int32, numbers)),
         shared=deal.shared,
     )

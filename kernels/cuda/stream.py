@@ -15,34 +15,36 @@ from voltapile.kernels.cuda.launch import Instance
 
 ARCH = 80  # from which on
 WARPS, ROWS, TOKENS = 8, 16, 8
-TEAMS = 2  # of WARPS warps, in a block; a multiprocessor has one block
+TEAMS = 2  # of WARPS warps, on a multiprocessor
 RESERVED = 1024  # bytes of shared memory that every block takes beside its own
 DEPTH = 2  # chunks of a warp that may be on their way at once; more measured no faster
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 MIXED = [("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q5_K", "Q6_K"), ("Q4_K", "Q8_0")]
-
-
 PAIRS = [*((name, name) for name in FORMATS), *MIXED]
 # Threads that a multiprocessor's registers suffice for. With 80 of them for each of our 512 threads
 # there is room for blocks of attention, which then begin while a product ends; Q6_K wants more.
 THREADS = {pair: 512 if pair == ("Q6_K", "Q6_K") else 768 for pair in PAIRS}
 
 
-def _instance(pair: tuple[str, str]) -> Instance:
-    defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH, "TEAMS": TEAMS, "WARPS": WARPS}
+def _instance(pair: tuple[str, str], teams: int) -> Instance:
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH, "TEAMS": teams, "WARPS": WARPS}
     defines |= {"THREADS": THREADS[pair], "TILES": 1, "MANY": 0}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_stream.cu", "matmul_stream", named, is_exact=True, waits=True)
 
 
-STREAM = {pair: _instance(pair) for pair in PAIRS}
+# By formats and teams of a block. They share their tokens, and so a format; where there is no room
+# for two of one of two formats, blocks have one.
+STREAM = {(pair, teams): _instance(pair, teams) for pair in PAIRS for teams in (TEAMS,)}
+STREAM |= {(pair, 1): _instance(pair, 1) for pair in MIXED}
 INSTANCES = list(STREAM.values())
 
 
 @dataclass(frozen=True)
 class Deal:
-    """blocks: of the launch; those from first_other on take the other format."""
+    """teams: of a block. blocks: of the launch; those from first_other on take the other format."""
 
+    teams: int
     blocks: int
     first_other: int
     shared: int
@@ -54,11 +56,11 @@ def warp_bytes(chunk: Chunk) -> int:
     return _aligned(DEPTH * 16 * 16 * (vectors | 1) + chunk.scale_bytes)
 
 
-def shared_bytes(chunk: Chunk, columns: int, room: int, tiles: int) -> int:
+def shared_bytes(chunk: Chunk, teams: int, columns: int, room: int, tiles: int) -> int:
     """tiles: of a unit."""
     chunks = -(-columns // (32 * chunk.groups))
     each = warp_bytes(chunk) + 2 * tiles * 64 * room
-    return _aligned(chunks * chunk.slot_bytes(room)) + TEAMS * WARPS * each
+    return _aligned(chunks * chunk.slot_bytes(room)) + teams * WARPS * each
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,13 +79,15 @@ def deal(
     if pair not in PAIRS or tokens > TOKENS or columns % 256 or min(rows + other_rows) < ROWS:
         return None
     tiles, parts = 2 if is_glu else 1, {pair[0], pair[1]} if other_rows else {pair[0]}
-    shared = max(shared_bytes(CHUNKS[name], columns, tokens, tiles) for name in parts)
     own, others = units(rows[:1] if is_glu else rows), units(other_rows)
-    blocks = min(multiprocessors, own + others)
-    if shared > most_shared or (others and blocks < 2):
-        return None
-    first = first_other(pair, blocks, -(-own // TEAMS), -(-others // TEAMS))
-    return Deal(blocks, first, shared)
+    for teams in (TEAMS, 1):
+        shared = max(shared_bytes(CHUNKS[name], teams, columns, tokens, tiles) for name in parts)
+        fitting = min(TEAMS // teams, (most_shared + RESERVED) // (shared + RESERVED))
+        blocks = min(multiprocessors * fitting, own + others)
+        if (pair, teams) in STREAM and fitting and (blocks > 1 or not others):
+            first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
+            return Deal(teams, blocks, first, shared)
+    return None
 
 
 def first_other(pair: tuple[str, str], blocks: int, units: int, others: int) -> int:

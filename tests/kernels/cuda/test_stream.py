@@ -13,6 +13,7 @@ from .emulation import EmulatedOps, has_compiler
 from .test_fragments import folder, ops_of, tolerance  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
+MIXED = stream.MIXED[0]
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +56,16 @@ def test_bits_are_those_of_rows(
         assert (error <= tolerance(x, values, name)).all()
 
 
-@pytest.mark.parametrize("pair", stream.MIXED)
+@pytest.mark.parametrize(("pair", "teams"), [*((pair, 2) for pair in stream.MIXED), (MIXED, 1)])
 def test_two_formats_share_a_launch(
     pair: tuple[str, str],
+    teams: int,
     folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
+    if teams == 1:
+        monkeypatch.setattr(matmul, "max_shared", lambda arch: 99 << 10)
     x = activations(2, 768)
     names, counts = (pair[0], pair[1], pair[0]), (70, 33, 200)
     raws = [random_raw(name, rows, 768) for name, rows in zip(names, counts, strict=True)]
@@ -69,7 +74,7 @@ def test_two_formats_share_a_launch(
         for raw, name, rows in zip(raws, names, counts, strict=True)
     ]
     outs = matmul.linears(ops, ops.array(x), weights, [None] * 3)
-    assert [each[0] for each in ops.launched] == [stream.STREAM[pair]]
+    assert [each[0] for each in ops.launched] == [stream.STREAM[pair, teams]]
     for raw, name, out in zip(raws, names, outs, strict=True):
         got = ops.to_host(out)
         values = values_of(raw, name, got.shape[1])
@@ -118,3 +123,13 @@ def test_two_formats_are_dealt_by_their_bytes() -> None:
     assert first(4096, 0) == 132
     assert 40 < first(4096, 4096) < 66
     assert first(5120, 1024) <= 100  # each team of the other format has one tile
+
+
+def test_blocks_of_one_team_where_two_do_not_fit() -> None:
+    def teams(pair: tuple[str, str], tokens: int, most: int) -> tuple[int, int] | None:
+        found = stream.deal(pair, 4096, tokens, (4096,), (4096,), False, 132, most)
+        return None if found is None else (found.teams, found.blocks)
+
+    assert teams(MIXED, 1, 227 << 10) == (2, 132)
+    assert teams(MIXED, 1, 99 << 10) == (1, 132)
+    assert teams(("Q6_K", "Q6_K"), 1, 99 << 10) is None
