@@ -50,12 +50,16 @@ class ChatTemplate:
         self._takes_parts = self._shows([{"type": "text", "text": _PROBE}])
         self.dialect, self.reasoning = dialect_of(self._tool_source), reasoning_of(source)
         self._takes_late_system = self._shows_late_system()
-        self._takes_neighbours = self._shows_all(_of("user", "a"), _of("user", _PROBE))
+        self._takes_neighbours = _PROBE in self._probed(
+            source, _of("user", "a"), _of("user", _PROBE)
+        )
         self._takes_objects = self._takes_texts = True  # as arguments of calls
         if "tool_calls" in self._tool_source:
-            self._takes_objects = self._shows_objects()
-            needs_keys = _PROBE in self._called({_PROBE: 1}) and _PROBE not in self._called(_PROBE)
-            self._takes_texts = not needs_keys
+            given = {_PROBE: 1}, f'{{"{_PROBE}": 1}}', _PROBE
+            as_object, as_json, as_word = map(self._called, given)
+            # Where neither comes out as JSON the object is as good as its text.
+            self._takes_objects = _holds_json(as_object) or not _holds_json(as_json)
+            self._takes_texts = _PROBE in as_word or _PROBE not in as_object
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> ChatTemplate:
@@ -156,10 +160,6 @@ class ChatTemplate:
         text = self._probed(self.source, _of("user", content))
         return _PROBE in text and "'text'" not in text and '"text"' not in text
 
-    def _shows_all(self, *messages: Message) -> bool:
-        """Whether the template takes these messages, and shows the text in the last one."""
-        return _PROBE in self._probed(self.source, *messages)
-
     def _shows_late_system(self) -> bool:
         first = _of("system", _FIRST), _of("user", "a"), _of("assistant", "b")
         messages = (*first, _of("system", _PROBE), _of("user", "c"))
@@ -174,12 +174,6 @@ class ChatTemplate:
             return self._renderer.render(source, variables, seconds=PROBE_SECONDS)
         except TemplateError:
             return ""
-
-    def _shows_objects(self) -> bool:
-        """Whether a call's arguments, given as an object, come out as JSON. Some templates want
-        their text; where neither works the object is as good."""
-        as_object, as_text = self._called({_PROBE: 1}), self._called(f'{{"{_PROBE}": 1}}')
-        return _holds_json(as_object) or not _holds_json(as_text)
 
     def _called(self, arguments: Any) -> str:
         """A conversation with a call of these arguments."""
