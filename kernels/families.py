@@ -274,6 +274,7 @@ def stream_in(
     if before is not None:
         ops.stream_add_(x, *before)
     h = ops.stream_norm(x, mix.norm, width, eps)
-    low = ops.silu_(ops.linear(h, mix.down), width / x.shape[1])
-    mixed = ops.stream_mix(h, ops.linear(low, mix.up), width)
-    return mixed, None if mix.inject is None else ops.linear(h, mix.inject)
+    weights = [mix.down] if mix.inject is None else [mix.down, mix.inject]
+    low, *inject = ops.linears(h, weights, [None] * len(weights))
+    low = ops.silu_(low, width / x.shape[1])
+    return ops.stream_mix(h, ops.linear(low, mix.up), width), inject[0] if inject else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.spread import spread
 from voltapile.kernels.cuda.states import State, make_state, tap_kind
 from voltapile.kernels.families import MAX_PROVISIONAL, DeltaShape
 from voltapile.kernels.ops import Batch
@@ -138,8 +139,9 @@ def _prompt(
     )
     key_head_of = ops.constant(np.asarray(shape.key_head_of, np.int32))
     rows = min(tokens, state.slots)
+    blocks = heads * dim // COLUMNS
     ops.kernel(STEP[dim])(
-        (heads * dim // COLUMNS, rows),
+        (blocks, rows),
         128,
         (
             *_pointers(c, c_log, gates, b_log, a_log, weights.a, weights.dt, key_head_of),
@@ -147,6 +149,7 @@ def _prompt(
             *map(np.int32, sizes),
             is_provisional,
         ),
+        shared=spread(ops, blocks, _step_bytes(dim)),
     )
     norms = -(-tokens * heads // 4)
     ops.kernel(END[dim])(
@@ -159,6 +162,11 @@ def _prompt(
             *(eps, np.int32(norms), is_provisional),
         ),
     )
+
+
+def _step_bytes(dim: int) -> int:
+    """Of delta_step's own shared memory: two batches of tokens."""
+    return 2 * MAX_PROVISIONAL * (4 * (2 * dim + COLUMNS) + 16)
 
 
 def _pointers(*arrays: DeviceArray | CudaWeight) -> tuple[int, ...]:

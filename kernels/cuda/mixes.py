@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.spread import spread
 from voltapile.kernels.families import MixWeights
 from voltapile.shm.formats import row_bytes
 
@@ -92,7 +93,10 @@ def stream_in(
                 *map(np.int32, numbers),
                 np.float32(1 / STREAMS),
             ),
-            shared=staged + 4 * at_once * (low + pieces * rows),
+            shared=max(
+                staged + 4 * at_once * (low + pieces * rows),
+                spread(ops, -(-width // columns) * turns, 0),
+            ),
         )
 
 

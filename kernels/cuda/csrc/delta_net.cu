@@ -3,6 +3,7 @@
 //
 // State of a slot: history [taps - 1][channels] of the convolution, matrix [value heads][dim of
 // values][dim of keys], and the inputs of a provisional step. -D DIM, of a head.
+#include "attention_copies.cuh"
 #include "delta_heads.cuh"
 
 namespace voltapile {
@@ -22,33 +23,47 @@ struct Where {
   int q, k, v;  // channels of a block's
 };
 
-// What a thread has read of a batch from token `first` on.
+// Calls use(token, piece, channel) for the thread's pieces of a batch.
+template <class Use>
+__device__ __forceinline__ void for_pieces(const Where& where, Use use) {
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn) {
+    const int at = turn * 128 + threadIdx.x, token = at / PIECES, piece = at % PIECES;
+    const int channel = piece < DIM / 4   ? where.q + 4 * piece
+                        : piece < DIM / 2 ? where.k + 4 * piece - DIM
+                                          : where.v + 4 * piece - 2 * DIM;
+    if (at < BATCH * PIECES) use(turn, token, piece, channel);
+  }
+}
+
+// A batch of tokens on its way to shared memory: where copies need no registers it is asked for
+// there, so that nothing that reads shared memory meanwhile waits for it.
 struct Reader {
-  float4 held[TURNS];
+  static constexpr bool COPIES = VP_ARCH >= 800;
+  float4 held[COPIES ? 1 : TURNS];
   float b, a;
 
-  __device__ __forceinline__ void read(const Run& run, const Where& where, int first) {
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-      const int at = turn * 128 + threadIdx.x, token = first + at / PIECES, piece = at % PIECES;
-      const int channel = piece < DIM / 4   ? where.q + 4 * piece
-                          : piece < DIM / 2 ? where.k + 4 * piece - DIM
-                                            : where.v + 4 * piece - 2 * DIM;
-      if (at < BATCH * PIECES && token < run.count)
-        held[turn] = *reinterpret_cast<const float4*>(
-            run.c + static_cast<long long>(token) * run.channels + channel);
-    }
+  // From token `first` of the run on.
+  __device__ __forceinline__ void begin(Own* tokens, const Run& run, const Where& where, int first) {
+    for_pieces(where, [&](int turn, int token, int piece, int channel) {
+      if (first + token >= run.count) return;
+      const float* from = run.c + static_cast<long long>(first + token) * run.channels + channel;
+      if constexpr (COPIES) copy_async(reinterpret_cast<float4*>(tokens + token) + piece, from, 16);
+      else held[turn] = *reinterpret_cast<const float4*>(from);
+    });
+    if constexpr (COPIES) commit_copies();
     const int token = first + threadIdx.x;
     if (threadIdx.x < BATCH && token < run.count)
       b = run.b[token * run.apart], a = run.a[token * run.apart];
   }
-  __device__ __forceinline__ void put(Own* tokens, const Run& run) const {
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-      const int at = turn * 128 + threadIdx.x;
-      if (at < BATCH * PIECES)
-        reinterpret_cast<float4*>(tokens + at / PIECES)[at % PIECES] = held[turn];
-    }
+  // The whole block meets afterwards.
+  __device__ __forceinline__ void end(Own* tokens, const Run& run, const Where& where) {
+    if constexpr (COPIES)
+      wait_for_copies<0>();
+    else
+      for_pieces(where, [&](int turn, int token, int piece, int) {
+        reinterpret_cast<float4*>(tokens + token)[piece] = held[turn];
+      });
     if (threadIdx.x >= BATCH) return;
     auto& gates = tokens[threadIdx.x].gates;
     gates.decay = decay_of(a, run.rate, run.dt), gates.rate = sigmoid(b);
@@ -60,21 +75,22 @@ __device__ __forceinline__ void go_through(Columns& state, Own (*tokens)[BATCH],
                                            const Where& where, float* out, int out_stride) {
   const int part = threadIdx.x % PARTS, column = threadIdx.x / PARTS * 2;
   Reader reader;
-  reader.read(run, where, 0);
   __syncthreads();  // what was read may be overwritten
-  reader.put(tokens[0], run);
+  reader.begin(tokens[0], run, where, 0);
+  reader.end(tokens[0], run, where);
   __syncthreads();
   for (int first = 0, turn = 0; first < run.count; first += BATCH, turn ^= 1) {
     const bool goes_on = first + BATCH < run.count;
+    if (goes_on) reader.begin(tokens[turn ^ 1], run, where, first + BATCH);
     multiply_both(tokens[turn]);
-    if (goes_on) reader.read(run, where, first + BATCH);
     __syncthreads();
     const int count = min(BATCH, run.count - first);
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const float y = state.go_on(tokens[turn][i], column, part);
       if (part % 4 == 0 && out != nullptr) out[static_cast<long long>(first + i) * out_stride] = y;
     }
-    if (goes_on) reader.put(tokens[turn ^ 1], run);
+    if (goes_on) reader.end(tokens[turn ^ 1], run, where);
     __syncthreads();
   }
 }

@@ -34,6 +34,9 @@ class EmulatedFamilies(CudaFamilies, EmulatedOps):
     def linear(self, x: DeviceArray, weight: Any) -> DeviceArray:
         return matmul.linear(self, x, weight)
 
+    def linears(self, x: DeviceArray, weights: Any, biases: Any) -> tuple[DeviceArray, ...]:
+        return matmul.linears(self, x, weights, biases)
+
     def view(self, x: DeviceArray) -> np.ndarray:
         """The array itself."""
         raw = (ctypes.c_uint8 * x.nbytes).from_address(x.ptr)
