@@ -1,4 +1,4 @@
-"""The life of one worker process: pin, load, Ready, then a Result for every Step until its end.
+"""The life of one worker process: pin, load, Ready, then a Result for every round of a Step.
 
 It never chooses anything: the Plan says what to allocate, the gateway what to compute. Its one
 socket is a DEALER whose identity is its name. `Ready` is repeated every second until the gateway
