@@ -16,15 +16,16 @@ from voltapile.kernels.cuda.launch import Instance
 ARCH = 90  # from which on
 FROM, ROOM = 9, 32  # rows; those of a turn
 CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_rows.cu
-CREW = 16
-DEPTH = 3  # most chunks of a warp that are on their way at once
+CREW = 16  # warps of a block
+# Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.
+MEMORY = [(2, 3), (2, 2), (1, 2), (2, 1), (1, 1)]
 FORMATS = stream.FORMATS
-PASSES = {1: 0, 2: 2, 4: 4}  # times eight tokens, as MANY
+PASSES = (2, 4)  # times eight tokens, that a kernel multiplies at once
 
 
 def _instance(pair: tuple[str, str], passes: int) -> Instance:
     defines = {"FORMAT": pair[0], "OTHER": pair[1], "SPLIT": CLASSES, "CREW": CREW}
-    defines |= {"MANY": PASSES[passes], "WARPS": CLASSES, "TILES": 1}
+    defines |= {"MANY": passes, "WARPS": CLASSES, "TILES": 1}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_cluster.cu", "matmul_cluster", named, is_exact=True, waits=True)
 
@@ -67,7 +68,7 @@ def deal(
     """rows, other_rows: of the matrices of the first and of the other format. None if it is not
     this kernel's; then another's, with the same bits."""
     if (
-        (pair, 1) not in CLUSTER
+        (pair, PASSES[0]) not in CLUSTER
         or tokens < FROM
         or columns % 256
         or min(rows + other_rows) < stream.ROWS
@@ -77,9 +78,9 @@ def deal(
     for turns in range(-(-tokens // ROOM), tokens + 1):
         room = -(-tokens // turns)
         passes = next(each for each in PASSES if 8 * each >= room)
-        for boxes, depth in ((2, 3), (2, 2), (1, 2), (2, 1), (1, 1)):
-            shared = max(_shared_bytes(part, columns, room, passes, depth, boxes) for part in parts)
-            if depth <= DEPTH and shared <= most_shared:
+        for boxes, depth in MEMORY:
+            shared = max(_shared_bytes(part, columns, passes, depth, boxes) for part in parts)
+            if shared <= most_shared:
                 units, others = stream.units(rows[:1] if is_glu else rows), stream.units(other_rows)
                 clusters = max(2, _clusters(multiprocessors) // turns)
                 first = stream.first_other(pair, clusters, units, others)
@@ -92,14 +93,18 @@ def _clusters(multiprocessors: int) -> int:
     return 15 * multiprocessors // 132 if multiprocessors >= 32 else multiprocessors // CLASSES
 
 
-def _shared_bytes(
-    chunk: Chunk, columns: int, room: int, passes: int, depth: int, boxes: int
-) -> int:
+def _shared_bytes(chunk: Chunk, columns: int, passes: int, depth: int, boxes: int) -> int:
     slots = -(-columns // (256 * CLASSES))
     box = 512 * CREW * passes
-    ring = depth * _place_bytes(chunk) + chunk.scale_bytes
+    ring = depth * _tile_bytes(chunk) + chunk.scale_bytes
     bells = 2 * CREW * 8
-    return bells + _table_bytes(chunk) + boxes * box + CREW * ring + slots * chunk.slot_bytes(room)
+    return (
+        bells
+        + _table_bytes(chunk)
+        + boxes * box
+        + CREW * ring
+        + slots * chunk.slot_bytes(8 * passes)
+    )
 
 
 def _vectors(chunk: Chunk) -> int:
@@ -107,7 +112,7 @@ def _vectors(chunk: Chunk) -> int:
     return (chunk.bytes + (16 - chunk.align if chunk.bytes % 16 else 0) + 15) // 16
 
 
-def _place_bytes(chunk: Chunk) -> int:
+def _tile_bytes(chunk: Chunk) -> int:
     return 16 * 16 * (_vectors(chunk) | 1)
 
 

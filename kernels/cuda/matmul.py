@@ -2,8 +2,9 @@
 
 Two ways: the row-invariant engine, in which a row has the same bits in any company, and for prompt
 rows, where Policy says so, the product of many rows (gemm.py). The engine is matmul_rows.cu; from
-sm_80 on, where stream.py and wide.py say so, it is matmul_stream.cu for few rows and matmul_wide.cu
-for more. Checks shapes and deals matrices to launches; knows neither cupy nor models.
+sm_80 on, where stream.py, clusters.py and wide.py say so, it is matmul_stream.cu for few rows and
+matmul_cluster.cu or matmul_wide.cu for more. Checks shapes and deals matrices to launches; knows
+neither cupy nor models.
 """
 
 from __future__ import annotations

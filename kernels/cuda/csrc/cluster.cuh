@@ -2,8 +2,7 @@
 // shared memory. -D SPLIT: how many there are.
 //
 // What is sent tells a Bell of the block that gets it, so that nobody meets and nothing is fenced:
-// it rings when as many bytes have come as were expected, and then once more for each time that it
-// is told to expect some.
+// each time that it is told to expect some bytes, it rings when so many have come.
 #pragma once
 #include "half.cuh"
 
@@ -41,7 +40,8 @@ __device__ __forceinline__ void expect(Bell* bell, int bytes) {
                "r"(bytes)
                : "memory");
 }
-// Until it has rung an odd number of times (is_odd), or an even one: no more than one ring ago.
+// Until it has rung an odd number of times (is_odd), or an even one. The caller must know that the
+// ring before that has been: rings are told apart by their parity.
 __device__ __forceinline__ void await(Bell* bell, bool is_odd) {
   asm volatile(
       "{\n"
@@ -55,10 +55,11 @@ __device__ __forceinline__ void await(Bell* bell, bool is_odd) {
 }
 // To where `mine` is in another block, or this one; its bell hears of eight bytes.
 __device__ __forceinline__ void send(float2 pair, float2* mine, Bell* bell, int block) {
+  const unsigned to = address_in(shared_address(mine), block);
+  const unsigned its_bell = address_in(shared_address(bell), block);
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          address_in(shared_address(mine), block)),
-      "f"(pair.x), "f"(pair.y), "r"(address_in(shared_address(bell), block))
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+      ::"r"(to), "f"(pair.x), "f"(pair.y), "r"(its_bell)
       : "memory");
 }
 // This block's part of the dynamic shared memory.

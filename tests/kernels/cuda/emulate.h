@@ -104,6 +104,8 @@ inline void start() {
   body();
   fibres[current].is_done = true;
 }
+inline bool (*is_held)(int thread) = [](int) { return false; };  // so that warps drift apart
+
 // Blocks that are there together: a cluster of them, or one.
 inline void run_blocks(int first, int together) {
   const int threads = together * blockDim.x;
@@ -127,6 +129,7 @@ inline void run_blocks(int first, int together) {
     for (int i = 0; i < threads; ++i) {
       if (fibres[i].is_done) continue;
       is_running = true;
+      if (is_held(i)) continue;
       current = i;
       threadIdx = {i % blockDim.x, 0, 0};
       blockIdx.x = first + i / blockDim.x;

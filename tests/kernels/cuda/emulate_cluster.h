@@ -1,5 +1,18 @@
-// More of emulate.h: blocks of a cluster, which write into each other's shared memory.
+// More of emulate.h: blocks of a cluster, which write into each other's shared memory. Their warps
+// drift far apart, each held for a while by chance.
 #pragma once
+
+namespace emulation {
+
+inline bool is_held_by_chance(int thread) {
+  static unsigned looks;
+  unsigned x = (looks++ >> 21) * 2654435761u + (thread / 32 + 1) * 2246822519u;
+  x = (x ^ x >> 15) * 2654435761u;
+  return x >> 29 == 0;
+}
+inline const bool drifts = (is_held = is_held_by_chance, true);
+
+}  // namespace emulation
 
 namespace voltapile {
 

@@ -42,6 +42,7 @@ def both(ops: object, monkeypatch: pytest.MonkeyPatch, run: object) -> tuple[np.
         return got, run()  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", clusters.FORMATS)
 def test_bits_are_those_of_rows(
     name: str,
@@ -49,8 +50,9 @@ def test_bits_are_those_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
-    # Of these, the first has classes without columns, the second four rounds of tiles.
-    for rows, columns, tokens in ((60, 768, 19), (250, 2304, 11)):
+    # The first has classes without columns; of the second a cluster has five or six units for two
+    # warps, so that these share the last of five.
+    for rows, columns, tokens in ((60, 768, 19), (330, 2304, 11)):
         raw, x = random_raw(name, rows, columns), activations(tokens, columns)
         weight = ops.weight(raw, name, (rows, columns))
         array = ops.array(x)
@@ -61,3 +63,88 @@ def test_bits_are_those_of_rows(
         values = values_of(raw, name, rows)
         error = np.abs(got - x.astype(np.float64) @ values.T)
         assert (error <= tolerance(x, values, name)).all()
+
+
+@pytest.mark.parametrize("boxes", [1, 2])
+def test_sums_wait_for_their_readers(
+    boxes: int,
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clusters, "MEMORY", [(boxes, 1)])
+    ops = ops_of(90, folder)
+    rows, columns, tokens = 500, 2304, 3
+    raw, x = random_raw("Q8_0", rows, columns), activations(tokens, columns)
+    weight = ops.weight(raw, "Q8_0", (rows, columns))
+    array = ops.array(x)
+    got = both(ops, monkeypatch, lambda: ops.to_host(matmul.linear(ops, array, weight)))
+    np.testing.assert_array_equal(*got)
+
+
+@pytest.mark.slow
+def test_warps_may_drift_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Ten rounds, and a tile that two warps share at the end."""
+    ops = ops_of(90, folder)
+    raw, x = random_raw("Q8_0", 672, 2304), activations(3, 2304)
+    weight = ops.weight(raw, "Q8_0", (672, 2304))
+    array = ops.array(x)
+    got = both(ops, monkeypatch, lambda: ops.to_host(matmul.linear(ops, array, weight)))
+    np.testing.assert_array_equal(*got)
+
+
+def test_more_rows_than_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    ops = ops_of(90, folder)
+    raw, x = random_raw("Q4_K", 100, 512), activations(37, 512)
+    weight = ops.weight(raw, "Q4_K", (100, 512))
+    array = ops.array(x)
+    got = both(ops, monkeypatch, lambda: ops.to_host(matmul.linear(ops, array, weight)))
+    np.testing.assert_array_equal(*got)
+
+
+@pytest.mark.slow
+def test_two_formats_share_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    ops = ops_of(90, folder)
+    x = ops.array(activations(10, 768))
+    weights = [
+        ops.weight(random_raw(name, rows, 768), name, (rows, 768))
+        for name, rows in (("Q4_K", 70), ("Q6_K", 33), ("Q4_K", 200))
+    ]
+
+    def run() -> np.ndarray:
+        outs = matmul.linears(ops, x, weights, [None] * 3)
+        return np.concatenate([ops.to_host(out) for out in outs], axis=1)
+
+    np.testing.assert_array_equal(*both(ops, monkeypatch, run))
+
+
+def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    ops = ops_of(90, folder)
+    rows, columns = 250, 768
+    gate, up = (
+        ops.weight(random_raw("Q4_K", rows, columns, seed), "Q4_K", (rows, columns))
+        for seed in (5, 6)
+    )
+    biases = np.random.default_rng(7).standard_normal((2, rows)).astype(np.float32)
+    vectors = [ops.weight(b.view(np.uint8), "F32", b.shape) for b in biases]
+    x = ops.array(activations(9, columns, 8) / 1000)
+    start = activations(9, rows, 4)
+    for run in (
+        lambda: ops.to_host(matmul.glu(ops, x, gate, up, "silu", *vectors)),
+        lambda: ops.to_host(matmul.linear(ops, x, gate, vectors[0], add_to=ops.array(start))),
+    ):
+        np.testing.assert_array_equal(*both(ops, monkeypatch, run))
+
+
+def test_deals_fit() -> None:
+    def deal(name: str, columns: int, tokens: int) -> clusters.Deal | None:
+        return clusters.deal((name, name), columns, tokens, (4096,), (), False, 132, 227 << 10)
+
+    assert deal("F16", 4096, 16) is None
+    assert deal("Q4_K", 4000, 16) is None
+    for name in clusters.FORMATS:
+        for columns in (1024, 4096, 12288, 17408, 25600):
+            for tokens in (9, 16, 32, 33, 64):
+                found = deal(name, columns, tokens)
+                assert found is not None
+                assert found.shared <= 227 << 10
+                assert 8 * found.passes >= found.room

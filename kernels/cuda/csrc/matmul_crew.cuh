@@ -1,0 +1,184 @@
+// What matmul_cluster.cu is made of: which tiles and chunks a warp takes, where they lie, its ring,
+// and the block's shared memory. -D as there.
+#pragma once
+#include "cluster.cuh"
+#include "matmul_chunk.cuh"
+#include "matmul_epilogue.cuh"
+
+#if VP_ARCH >= 900
+namespace voltapile {
+
+constexpr int CLASSES = SPLIT;
+constexpr int ROOM = 8 * PASSES, TOKENS = ROOM / CLASSES;  // of all blocks; whose sums one adds
+static_assert(CLASSES == WARPS && ROOM % CLASSES == 0 && CREW % 2 == 0);
+
+struct Launch {
+  Matrix matrices[3];
+  const float* x;
+  int k, first_token, tokens, depth, boxes;  // tokens: of this turn
+  int rank;                                  // of the block, and its class
+  Epilogue kind;
+
+  __device__ __forceinline__ bool is_glu() const { return kind >= SILU; }
+};
+
+// Tile `index` of the matrices in `mask`. A gate's and its up's tile are neighbours.
+struct Place {
+  Matrix matrix;
+  int row;  // the first that is meant
+
+  __device__ __forceinline__ Place(const Launch& all, unsigned mask, int index) {
+    if (all.is_glu()) {
+      matrix = all.matrices[0];
+      matrix.weights = index & 1 ? all.matrices[1].weights : matrix.weights;
+      row = 16 * (index >> 1);
+      return;
+    }
+#pragma unroll
+    for (int m = 0; m < 3; ++m) {
+      const int tiles = mask >> m & 1 ? (all.matrices[m].rows + 15) / 16 : 0;
+      if (index >= 0 && index < tiles) matrix = all.matrices[m], row = 16 * index;
+      index -= tiles;
+    }
+  }
+  __device__ __forceinline__ int first_row() const { return first_row_of(row, matrix.rows); }
+  __device__ __forceinline__ const std::uint8_t* begin(int row_bytes) const {
+    return matrix.weights + static_cast<long long>(first_row()) * row_bytes;
+  }
+};
+
+__device__ __forceinline__ int tiles_of(const Launch& all, unsigned mask) {
+  if (all.is_glu()) return 2 * ((all.matrices[0].rows + 15) / 16);
+  int tiles = 0;
+#pragma unroll
+  for (int m = 0; m < 3; ++m) tiles += mask >> m & 1 ? (all.matrices[m].rows + 15) / 16 : 0;
+  return tiles;
+}
+
+template <class F>
+struct CrewMemory {
+  using M = ChunkMemory<F>;
+  using C = Codec<F>;
+  using Staged = typename M::Staged;
+  static constexpr int BYTES = C::BYTES, COLUMNS = 32 * C::GROUPS;
+  // Rows start at multiples of 16 bytes where chunks do: the launcher sees to it.
+  using Raw = Stage<BYTES, BYTES % 16 == 0 ? 16 : C::ALIGN>;
+  static constexpr int SCALES = M::HAS_SCALES ? M::SCALES : 0;
+  static constexpr int TABLE = 32 * Raw::TURNS;  // of every lane's vectors, for all warps
+
+  static constexpr int SLOT = (Staged::PER_TOKEN * ROOM + 15) / 16 * 16;  // of a chunk's tokens
+
+  // table: null before it has been made.
+  static __device__ __forceinline__ void begin(std::uint8_t* place, const std::uint8_t* first,
+                                               const int* table, int row_bytes, int lane) {
+    Raw raw(row_bytes, 15, lane);
+    if (table != nullptr)
+#pragma unroll
+      for (int turn = 0; turn < Raw::TURNS; ++turn) raw.offset[turn] = table[32 * turn + lane];
+    raw.begin_whole(place, first);
+  }
+  static __device__ __forceinline__ void make_table(int* table, int row_bytes, int lane) {
+    const Raw raw(row_bytes, 15, lane);
+#pragma unroll
+    for (int turn = 0; turn < Raw::TURNS; ++turn) table[32 * turn + lane] = raw.offset[turn];
+  }
+};
+
+// What the warps of a block have to do: tiles from begin to end, a round of CREW after the other,
+// each with all `slots` chunks of the class. If so few are left for the last round that there is a
+// warp for each of their chunks (`most`, in any class), warps take a chunk each.
+struct Work {
+  int begin, end, slots, most, warp;
+
+  struct Task {
+    int tile, number, from, to, parts, part;  // number: of the tile in its round
+    bool is_in;
+  };
+  __device__ __forceinline__ int rounds() const { return (end - begin + CREW - 1) / CREW; }
+  __device__ __forceinline__ bool shares(int round) const {
+    const int left = end - begin - round * CREW;
+    return left < CREW && left * most <= CREW;
+  }
+  __device__ __forceinline__ Task task(int round) const {
+    const int first = begin + round * CREW;
+    if (!shares(round)) return {first + warp, warp, 0, slots, 1, 0, first + warp < end};
+    const int mate = warp / most, part = warp % most;
+    return {first + mate, mate, part, min(part + 1, slots), most, part, first + mate < end};
+  }
+};
+
+// The next chunk of a warp that is to be fetched.
+template <class F>
+struct Fetch {
+  using M = CrewMemory<F>;
+  const Launch& all;
+  const Work& work;
+  unsigned mask;
+  int row_bytes, round = 0, left;
+  const std::uint8_t* from;
+
+  __device__ __forceinline__ Fetch(const Launch& all, const Work& work, unsigned mask,
+                                   int row_bytes)
+      : all(all), work(work), mask(mask), row_bytes(row_bytes) {
+    find();
+  }
+  // To a place of the ring, if there is a chunk.
+  __device__ __forceinline__ void begin(std::uint8_t* place, const int* table, int lane) {
+    if (left > 0) {
+      M::begin(place, from, table, row_bytes, lane);
+      from += CLASSES * M::BYTES;
+      if (--left == 0) {
+        ++round;
+        find();
+      }
+    }
+    commit_copies();
+  }
+
+ private:
+  __device__ __forceinline__ void find() {
+    left = 0;
+    if (round >= work.rounds()) return;
+    const Work::Task task = work.task(round);
+    if (!task.is_in) return;
+    left = task.to - task.from;
+    from = Place(all, mask, task.tile).begin(row_bytes) +
+           (all.rank + CLASSES * task.from) * M::BYTES;
+  }
+};
+
+template <int PENDING>
+__device__ __forceinline__ void wait_for_chunk(int depth) {
+  if (depth > PENDING + 1) {
+    if constexpr (PENDING < 3) return wait_for_chunk<PENDING + 1>(depth);
+  }
+  wait_for_copies<PENDING>();
+}
+
+constexpr int LETTER = CLASSES * TOKENS * 8, BOX = CREW * LETTER;  // of pairs
+
+// Where things are in the block's shared memory.
+template <class F>
+struct Memory {
+  using M = CrewMemory<F>;
+  Bell* bells;  // [boxes][CREW]
+  int* table;
+  float2* boxes;
+  std::uint8_t *ring, *tokens;
+
+  __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int warp) {
+    bells = reinterpret_cast<Bell*>(shared);
+    table = reinterpret_cast<int*>(bells + 2 * CREW);
+    boxes = reinterpret_cast<float2*>(table + M::TABLE);
+    std::uint8_t* rings = reinterpret_cast<std::uint8_t*>(boxes + all.boxes * BOX);
+    const int ring_bytes = all.depth * M::Raw::SIZE + M::SCALES;
+    ring = rings + warp * ring_bytes, tokens = rings + CREW * ring_bytes;
+  }
+  // The n-th chunk's tokens: as if there were ROOM; sums of those that are not there are nobody's.
+  __device__ __forceinline__ typename M::Staged slot(int n) const {
+    return typename M::Staged(tokens + n * M::SLOT, ROOM);
+  }
+};
+
+}  // namespace voltapile
+#endif

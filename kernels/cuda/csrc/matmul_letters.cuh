@@ -1,0 +1,116 @@
+// The end of a tile in matmul_cluster.cu: sums go to the blocks that own their tokens, which add
+// those of all classes in order, then bias, residual or gate.
+#pragma once
+#include "matmul_crew.cuh"
+
+#if VP_ARCH >= 900
+namespace voltapile {
+
+// Sums on their way to their owner: [tile or part of one][class][token][8] pairs of rows.
+__device__ __forceinline__ int pair_at(int number, int which, int token, int pair) {
+  return ((number * CLASSES + which) * TOKENS + token) * 8 + pair;
+}
+
+// To all blocks: what they own of this warp's sums.
+__device__ __forceinline__ void send_sums(const float (&total)[PASSES][Tile::VALUES], float2* box,
+                                          Bell* bell, int warp, int which, const Tile& tile) {
+#pragma unroll
+  for (int i = 0; i < 2 * PASSES; ++i) {
+    const int token = 8 * (i / 2) + tile.sum_token(i % 2);
+    send({total[i / 2][i % 2], total[i / 2][2 + i % 2]},
+         box + pair_at(warp, which, token % TOKENS, tile.lane >> 2), bell, token / TOKENS);
+  }
+}
+
+// What a lane has to do with the end of a tile: one token's sums of two rows. Of a gate and its up,
+// the two warps take a row each.
+struct Finish {
+  const Launch& all;
+  int pair, own, row;
+  bool is_there[2];
+  float* out;
+  const float *bias, *up_bias;
+  float before[2] = {};
+
+  __device__ __forceinline__ Finish(const Launch& all, unsigned mask, int tile, int lane)
+      : all(all), pair(lane & 7), own(lane >> 3) {
+    const Place place(all, mask, tile);
+    const int token = all.rank * TOKENS + own, rows = place.matrix.rows;
+    const Tile held{4 * pair};
+    row = place.first_row() + held.sum_row(0);
+    bias = place.matrix.bias, up_bias = all.matrices[1].bias;
+    out = place.matrix.out + static_cast<long long>(all.first_token + token) * rows + row;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      is_there[i] = own < TOKENS && token < all.tokens && row + 8 * i >= place.row &&
+                    row + 8 * i < rows && (!all.is_glu() || (tile & 1) == i);
+      if (is_there[i] && all.kind == ADD) before[i] = out[8 * i];
+    }
+  }
+  // letter: what all classes have sent of a tile; its parts lie behind each other.
+  __device__ __forceinline__ float2 sum_of(const float2* letter, int parts) const {
+    letter += pair_at(0, 0, own, pair);
+    float2 sum{0, 0};
+    if (parts == 1) {
+#pragma unroll
+      for (int which = 0; which < CLASSES; ++which) add(sum, letter[pair_at(0, which, 0, 0)]);
+    } else {
+#pragma unroll 1
+      for (int which = 0; which < CLASSES; ++which) {
+        float2 whole{0, 0};
+        for (int n = 0; n < parts; ++n) add(whole, letter[pair_at(n, which, 0, 0)]);
+        add(sum, whole);
+      }
+    }
+    return sum;
+  }
+  static __device__ __forceinline__ void add(float2& sum, float2 part) {
+    sum.x += part.x;
+    sum.y += part.y;
+  }
+  __device__ __forceinline__ void write(const float2* own_letter, const float2* up_letter,
+                                        int parts) const {
+    if (!is_there[0] && !is_there[1]) return;
+    const float2 sums = sum_of(own_letter, parts);
+    const float2 ups = all.is_glu() ? sum_of(up_letter, parts) : sums;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!is_there[i]) continue;
+      float value = i ? sums.y : sums.x;
+      if (bias != nullptr) value += bias[row + 8 * i];
+      if (all.is_glu()) {
+        float up = i ? ups.y : ups.x;
+        if (up_bias != nullptr) up += up_bias[row + 8 * i];
+        value = activated(value, all.kind) * up;
+      }
+      out[8 * i] = all.kind == ADD ? before[i] + value : value;
+    }
+  }
+};
+
+// The end of a warp's tile. With two boxes one may be sent to while the other is read: who has got
+// all sums of a round knows that all blocks have read those before it.
+template <class F>
+__device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
+                                            const Memory<F>& memory, unsigned mask, int round,
+                                            int lane) {
+  const Work::Task task = work.task(round);
+  if (!task.is_in) return;
+  const int box = all.boxes > 1 ? round & 1 : 0, uses = all.boxes > 1 ? round >> 1 : round;
+  Bell* bells = memory.bells + box * CREW;
+  if (task.part == 0) {
+    const Finish finish(all, mask, task.tile, lane);
+    const int mates = all.is_glu() ? 2 : 1, first = (task.number & -mates) * task.parts;
+#pragma unroll 1
+    for (int n = 0; n < mates * task.parts; ++n) await(bells + first + n, ~uses & 1);
+    const float2* letter = memory.boxes + box * BOX + first * LETTER;
+    finish.write(letter, letter + task.parts * LETTER, task.parts);
+  }
+  const int next = round + all.boxes;
+  if (lane == 0 && next < work.rounds() && work.task(next).is_in)
+    expect(bells + work.warp, LETTER * sizeof(float2));
+  __syncwarp();
+}
+
+}  // namespace voltapile
+#endif
