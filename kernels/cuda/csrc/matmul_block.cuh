@@ -34,12 +34,6 @@ struct Words {
   __device__ __forceinline__ Words() {}
   __device__ __forceinline__ Words(const std::uint8_t* memory, int at)
       : memory(memory + (at & ~3)), shift(8 * (at & 3)) {}
-  // The same further on; offset: a multiple of four.
-  __device__ __forceinline__ Words from(int offset) const {
-    Words found = *this;
-    found.memory += offset;
-    return found;
-  }
   // offset: a multiple of four, so that nothing but what is known of it is added.
   __device__ __forceinline__ unsigned at(int offset) const {
     const unsigned* words = reinterpret_cast<const unsigned*>(memory + offset);
@@ -195,21 +189,16 @@ struct Block<formats::Q6_K> {
                                                   const BlockTokens<F>& tokens, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
     // Of this lane, k-th in turn: a word of lower bits, and the upper ones that belong to it.
-    int turns[Tile::UNITS][4];
+    int lows[Tile::UNITS][4], uppers[Tile::UNITS][4];
 #pragma unroll
     for (int i = 0; i < 4 * Tile::UNITS; ++i) {
-      const int p = tile.unit(i / 4);
-      turns[i / 4][i % 4] = 4 * ((i % 4 + p) & 3) + 16 * (p & 1);
+      const int p = tile.unit(i / 4), turn = 4 * ((i % 4 + p) & 3) + 16 * (p & 1);
+      lows[i / 4][i % 4] = turn + 64 * (p >> 1);
+      uppers[i / 4][i % 4] = turn + 32 * (p >> 1) + 128;
     }
-    Words rows[Tile::ROWS], lows[LANE_UNITS], uppers[LANE_UNITS];
+    Words rows[Tile::ROWS];
 #pragma unroll
     for (int i = 0; i < Tile::ROWS; ++i) rows[i] = Words(memory, at[i]);
-#pragma unroll
-    for (int u = 0; u < LANE_UNITS; ++u) {
-      const int p = tile.unit(u % Tile::UNITS);
-      lows[u] = rows[u / Tile::UNITS].from(64 * (p >> 1));
-      uppers[u] = rows[u / Tile::UNITS].from(32 * (p >> 1) + 128);
-    }
     Scale scales[LANE_UNITS][4];
 #pragma unroll
     for (int u = 0; u < LANE_UNITS; ++u) {
@@ -225,8 +214,9 @@ struct Block<formats::Q6_K> {
       Unit a[2][LANE_UNITS];
 #pragma unroll
       for (int u = 0; u < LANE_UNITS; ++u) {
-        const int turn = turns[u % Tile::UNITS][k];
-        const unsigned up = uppers[u].at(turn), one = lows[u].at(turn), two = lows[u].at(turn + 32);
+        const Words& words = rows[u / Tile::UNITS];
+        const int low = lows[u % Tile::UNITS][k], upper = uppers[u % Tile::UNITS][k];
+        const unsigned up = words.at(upper), one = words.at(low), two = words.at(low + 32);
         const Scale* s = scales[u];
         unpack(one, up << 4, s[0], s[2], a[0][u].r, a[0][u].r + 2);
         unpack(one >> 8, up >> 4, s[0], s[2], a[0][u].r + 1, a[0][u].r + 3);
