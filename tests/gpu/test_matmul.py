@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import matmul, stream, wide
+from voltapile.kernels.cuda import clusters, matmul, stream
 from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
 from voltapile.shm.formats import format_of
@@ -103,20 +104,56 @@ def test_a_row_has_the_same_bits_in_any_company(cuda: Any, put: Any, name: str) 
     np.testing.assert_array_equal(mixed, again)
 
 
-@pytest.mark.parametrize("name", wide.FORMATS)
+@contextmanager
+def rows_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All products by matmul_rows.cu."""
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "ARCH", 1000)
+        patch.setattr(clusters, "ARCH", 1000)
+        yield
+
+
+@pytest.mark.parametrize("name", clusters.FORMATS)
 def test_engines_give_the_same_bits(
     cuda: Any, put: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is streamed, or wide, against matmul_rows.cu, at sizes that fill a card."""
-    for rows, cols in ((4096, 4096), (1040, 12288)):
-        weight, _ = weight_of(cuda, name, rows, cols)
-        for tokens in (1, 2, 8, 17, 64):
+    """Those for few, several and many rows against matmul_rows.cu, at sizes that fill a card; with
+    the last, warps have the time to drift apart."""
+    for rows, cols in ((4096, 4096), (1040, 12288), (40016, 2304)):
+        weight = cuda.weight(random_raw(name, rows, cols), name, (rows, cols))
+        for tokens in (1, 2, 8, 9, 17, 32, 64):
             x = activations(tokens, cols, tokens)
             got = linear(cuda, put, x, weight, EVERY_ROW_ALONE)
-            with monkeypatch.context() as patch:
-                patch.setattr(stream, "ARCH", 1000)
+            with rows_alone(monkeypatch):
                 plain = linear(cuda, put, x, weight, EVERY_ROW_ALONE)
             np.testing.assert_array_equal(got, plain)
+
+
+@pytest.mark.parametrize("tokens", [9, 29])
+def test_many_rows_of_several_matrices(
+    cuda: Any, put: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two formats in a launch; a gate and its up; a residual: bits as of matmul_rows.cu."""
+    cols = 4096
+    made = [
+        weight_of(cuda, name, rows, cols, 5)[0]
+        for name, rows in (("Q4_K", 4096), ("Q4_K", 4096), ("Q6_K", 1032))
+    ]
+    x = put(activations(tokens, cols, 8) / 1000)
+    start = activations(tokens, 4096, 4)
+
+    def run() -> list[np.ndarray]:
+        with cuda.scope():
+            outs = matmul.linears(cuda, x, made, [None] * 3)
+            gated = matmul.glu(cuda, x, made[0], made[1], "silu")
+            total = matmul.linear(cuda, x, made[0], add_to=put(start))
+            return [np.asarray(cuda.to_host(out)) for out in (*outs, gated, total)]
+
+    got = run()
+    with rows_alone(monkeypatch):
+        plain = run()
+    for one, other in zip(got, plain, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("pair", sorted(matmul.PAIRS), ids=str)
