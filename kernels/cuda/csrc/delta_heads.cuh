@@ -75,12 +75,10 @@ struct Columns {
   template <int VALUES>
   __device__ __forceinline__ float go_on(const Token<VALUES>& in, int column, int part) {
     const auto gates = in.gates;
-    const float2 value = *reinterpret_cast<const float2*>(
-        reinterpret_cast<const float*>(in.v) + column);
+    const bool is_second = part & 4;  // this lane's half of them has the second column
+    const float value = reinterpret_cast<const float*>(in.v)[column + is_second];
     float4 k[FOURS];
-    float known[2], asked[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) known[c] = asked[c] = 0.0f;
+    float known[2] = {}, asked[2] = {};
 #pragma unroll
     for (int i = 0; i < FOURS; ++i) {
       const float4 q = in.q[PARTS * i + part];
@@ -90,20 +88,9 @@ struct Columns {
 #pragma unroll
       for (int c = 0; c < 2; ++c) asked[c] = dot(s[c][i], q, asked[c]);
     }
-    // Of `asked` each half of the lanes sums one column.
-    const bool is_second = part & 4;
-    float own = (is_second ? asked[1] : asked[0]) +
-                __shfl_xor_sync(ALL, is_second ? asked[0] : asked[1], 4);
-#pragma unroll
-    for (int c = 0; c < 2; ++c) known[c] += __shfl_xor_sync(ALL, known[c], 4);
-#pragma unroll
-    for (int step = 2; step > 0; step >>= 1) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) known[c] += __shfl_xor_sync(ALL, known[c], step);
-      own += __shfl_xor_sync(ALL, own, step);
-    }
-    const float error[2] = {gates.rate * fmaf(-gates.decay, known[0], value.x),
-                            gates.rate * fmaf(-gates.decay, known[1], value.y)};
+    const float own = gates.rate * fmaf(-gates.decay, half_sum(known, is_second), value);
+    const float other = __shfl_xor_sync(ALL, own, 4);
+    const float error[2] = {is_second ? other : own, is_second ? own : other};
 #pragma unroll
     for (int c = 0; c < 2; ++c)
 #pragma unroll
@@ -113,10 +100,17 @@ struct Columns {
         s[c][i].z = fmaf(k[i].z, error[c], gates.decay * s[c][i].z);
         s[c][i].w = fmaf(k[i].w, error[c], gates.decay * s[c][i].w);
       }
-    return fmaf(gates.both, is_second ? error[1] : error[0], gates.decay * own);
+    return fmaf(gates.both, own, gates.decay * half_sum(asked, is_second));
   }
 
  private:
+  // Sums over the lanes: of the first column in one half of them, of the second in the other. The
+  // exchange makes both columns' sums wait for each other, so that they are made side by side.
+  static __device__ __forceinline__ float half_sum(const float (&x)[2], bool is_second) {
+    float sum = (is_second ? x[1] : x[0]) + __shfl_xor_sync(ALL, is_second ? x[0] : x[1], 4);
+    sum += __shfl_xor_sync(ALL, sum, 2);
+    return sum + __shfl_xor_sync(ALL, sum, 1);
+  }
   static __device__ __forceinline__ float dot(const float4& x, const float4& y, float sum) {
     return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum))));
   }

@@ -185,7 +185,7 @@ delta_step(const float* c, const float* c_log, const float* gates, const float* 
 
 // grid: (`norms` blocks for four heads of a token each, then of each row for 128 channels each), 128
 // threads. y = norm of o, times gate(z); and what a slot remembers beside its matrices.
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 1)
 delta_end(const float* o, const float* norm, const float* z, float* y, const float* m,
           const float* gates, float* histories, float* logs, float* b_log, float* a_log, int* logged,
           const int* stands, const int* slots, int tokens, int key_heads, int value_heads, int count,
