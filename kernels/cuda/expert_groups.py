@@ -75,7 +75,7 @@ def _grouped(
     (gate, _, down), (chosen, shares), (places, first) = weights, routing, table
     (tokens, used), (count, inner_width, width) = chosen.shape, gate.shape
     pairs, own = chosen.size, (np.int32(count), np.int32(first))
-    most = -(-pairs // TOKENS) + min(count, pairs)
+    most = -(-pairs // _tokens(ops)) + min(count, pairs)
     order, tiles = ops.scratch((pairs,), np.int32), ops.scratch((most, 3), np.int32)
     ops.kernel(PLAN)(
         (1,), 1024, (chosen.ptr, order.ptr, tiles.ptr, np.int32(pairs), *own, np.int32(most))
@@ -116,4 +116,9 @@ def _grouped(
 
 def _shared(ops: Launcher) -> int:
     stride = 2 * gemm.FUSED_COLUMNS + (32 if ops.arch >= 75 else 16)
-    return (ROWS + TOKENS) * stride
+    return (ROWS + _tokens(ops)) * stride
+
+
+def _tokens(ops: Launcher) -> int:
+    """Of a tile, whose weights are unpacked once."""
+    return TOKENS * (2 if ops.arch >= 80 else 1)

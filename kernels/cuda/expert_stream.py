@@ -1,4 +1,5 @@
-"""Launchers of chosen experts of generated rows from sm_80 on: csrc/expert_stream.cu.
+"""Launchers of chosen experts of generated rows from sm_80 on: csrc/expert_{up_stream,down_stream,
+parts}.cu.
 
 Which formats it takes, and what a block holds in shared memory. Nothing here changes bits: neither
 how many tokens share a block nor which kernels sum up. Takes a Launcher and device arrays; knows
@@ -16,11 +17,13 @@ from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 
 ARCH = 80  # from which on
-MOST_TOKENS = 8  # of a block
+MOST_TOKENS = 4  # of a block
+WHOLE = {"Q4_K": 576, "Q6_K": 832}  # bytes of a token's chunk: csrc/expert_block.cuh
 UP_WARPS, UP_DEPTH = 4, 4
-DOWN_WARPS, DOWN_DEPTH = 8, 3
-STRIP = 8  # tiles of 16 rows of a block of expert_parts
-PARTS_FROM = 6  # tokens from which on experts are summed up by another kernel
+DOWN_WARPS, DOWN_DEPTH, PARTS_DEPTH = 8, 3, 2
+STRIP = 16  # tiles of 16 rows of a block of expert_parts
+FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
+UNITS = 4  # of 16 rows of a block of expert_up_stream, for more tokens
 Inner = tuple[DeviceArray, DeviceArray | None]  # of routed experts, and of the shared one
 Routing = tuple[DeviceArray, DeviceArray]
 MOST_PAIRS = 32768  # of a launch: half of a grid's second axis, the rest is for the shared expert
@@ -40,17 +43,23 @@ DOWN_PAIRS = [
 ]
 
 
-def _instance(function: str, pair: tuple[str, str], warps: int, depth: int) -> Instance:
+def _instance(file: str, function: str, pair: tuple[str, str], warps: int, depth: int) -> Instance:
     defines = {"FORMAT": pair[0], "OTHER": pair[1], "WARPS": warps, "DEPTH": depth}
     defines |= {"STRIP": STRIP, "TILES": 1, "MANY": 0}
     named = tuple((key, str(value)) for key, value in defines.items())
-    return Instance("expert_stream.cu", function, named, is_exact=True, waits=True)
+    return Instance(file, function, named, is_exact=True, waits=True)
 
 
-UP = {pair: _instance("expert_up_stream", pair, UP_WARPS, UP_DEPTH) for pair in UP_PAIRS}
-DOWN = {pair: _instance("expert_down_stream", pair, DOWN_WARPS, DOWN_DEPTH) for pair in DOWN_PAIRS}
-PARTS = {pair: _instance("expert_parts", pair, DOWN_WARPS, DOWN_DEPTH) for pair in DOWN_PAIRS}
-SUM = _instance("expert_sum", ("Q4_K", "Q4_K"), DOWN_WARPS, DOWN_DEPTH)
+def _instances(
+    function: str, pairs: list[tuple[str, str]], warps: int, depth: int
+) -> dict[tuple[str, str], Instance]:
+    return {pair: _instance(f"{function}.cu", function, pair, warps, depth) for pair in pairs}
+
+
+UP = _instances("expert_up_stream", UP_PAIRS, UP_WARPS, UP_DEPTH)
+DOWN = _instances("expert_down_stream", DOWN_PAIRS, DOWN_WARPS, DOWN_DEPTH)
+PARTS = _instances("expert_parts", DOWN_PAIRS, DOWN_WARPS, PARTS_DEPTH)
+SUM = _instance("expert_parts.cu", "expert_sum", ("Q4_K", "Q4_K"), DOWN_WARPS, PARTS_DEPTH)
 INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values(), SUM]
 
 
@@ -87,12 +96,14 @@ class Layer:
             or _chunks(self.down_pair[1], self.shared_columns) > DOWN_WARPS
         ):
             return False
-        return max(self.up_bytes(1), self.parts_bytes(1), self.down_bytes(used)) <= most
+        needed = self.up_bytes(1, UNITS), self.parts_bytes(1), self.down_bytes(used)
+        return max(needed) <= most
 
-    def up_bytes(self, room: int) -> int:
+    def up_bytes(self, room: int, units: int) -> int:
         columns, own = self.table.gate.shape[2], _whole(16 * self.table.count)
         routed, other = (
-            _strip_bytes(name, columns, room, 2, UP_WARPS, UP_DEPTH) for name in self.up_pair
+            _strip_bytes(name, columns, room, 2 * units, UP_WARPS, UP_DEPTH)
+            for name in self.up_pair
         )
         return max(own + routed, other)
 
@@ -103,14 +114,14 @@ class Layer:
     def down_bytes(self, used: int) -> int:
         own, other = self.down_pair
         each = _ring(own, DOWN_DEPTH) + _ring(other, 1)
-        each += self.down_slots(used) * CHUNKS[own].slot_bytes(1) + CHUNKS[other].slot_bytes(1)
+        each += self.down_slots(used) * _slot(own, 1) + _slot(other, 1)
         items = used * _chunks(own, self.table.down.shape[2])
         items += _chunks(other, self.shared_columns)
         return DOWN_WARPS * each + 64 * (items + used + 1)
 
     def parts_bytes(self, room: int) -> int:
         pairs = zip(self.down_pair, (self.table.down.shape[2], self.shared_columns), strict=True)
-        return max(_strip_bytes(*each, room, STRIP, DOWN_WARPS, DOWN_DEPTH) for each in pairs)
+        return max(_strip_bytes(*each, room, STRIP, DOWN_WARPS, PARTS_DEPTH) for each in pairs)
 
     def down_args(self, inner: DeviceArray | None) -> tuple[int | np.int32, ...]:
         """Of the shared expert."""
@@ -140,7 +151,7 @@ def experts(
         own = routing[0][start:stop], routing[1][start:stop]
         with ops.scope():
             inner = _up(ops, x[start:stop], own[0], layer)
-            down = _down if stop - start < PARTS_FROM else _parts
+            down = _down if stop - start <= FEW else _parts
             down(ops, inner, own, layer, out[start:stop], adds)
 
 
@@ -148,7 +159,8 @@ def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inn
     """silu(gate x) * up x of each chosen expert, [T * used, F], and of the one that all take."""
     (tokens, columns), (_, rows, own_columns) = x.shape, layer.table.gate.shape
     assert columns == own_columns, (x, layer.table.gate.shape)
-    room = _room(layer.up_bytes, tokens, ops.arch)
+    units = 1 if tokens <= FEW else UNITS
+    room = _room(lambda room: layer.up_bytes(room, units), tokens, ops.arch)
     inner, other = ops.scratch((chosen.size, rows)), None
     other_args: tuple[int, ...] = 0, 0, 0, 0
     other_rows = turns = 0
@@ -158,15 +170,15 @@ def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inn
         other = ops.scratch((tokens, other_rows))
         router = shared.router.ptr if shared.router is not None else 0
         other_args = shared.gate.ptr, shared.up.ptr, router, other.ptr
-    numbers = tokens, chosen.shape[1], columns, rows, room
+    numbers = tokens, chosen.shape[1], columns, rows, room, units
     ops.kernel(UP[layer.up_pair])(
-        (_groups(max(rows, other_rows), 16), chosen.size + turns),
+        (_groups(max(rows, other_rows), 16 * units), chosen.size + turns),
         32 * UP_WARPS,
         (
             *(*layer.table.args, chosen.ptr, x.ptr, inner.ptr, *map(np.int32, numbers)),
             *(*other_args, np.int32(other_rows)),
         ),
-        shared=layer.up_bytes(room),
+        shared=layer.up_bytes(room, units),
     )
     return inner, other
 
@@ -224,8 +236,13 @@ def _room(nbytes: Callable[[int], int], tokens: int, arch: int) -> int:
 def _strip_bytes(name: str, columns: int, room: int, tiles: int, warps: int, depth: int) -> int:
     """Of csrc/expert_strip.cuh: tokens, rings, sums."""
     chunks = _chunks(name, columns)
-    tokens = _whole(chunks * CHUNKS[name].slot_bytes(room))
+    tokens = _whole(chunks * _slot(name, room))
     return tokens + warps * _ring(name, depth) + 64 * tiles * chunks * room
+
+
+def _slot(name: str, room: int) -> int:
+    """Of a chunk's tokens."""
+    return WHOLE[name] * room if name in WHOLE else CHUNKS[name].slot_bytes(room)
 
 
 def _ring(name: str, places: int) -> int:

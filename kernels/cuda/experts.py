@@ -12,12 +12,13 @@ from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
-from voltapile.kernels.cuda.states import TAP_KINDS, tap_kind
+from voltapile.kernels.cuda.states import TAP_KINDS
 
 MOST_USED = 32  # experts of a token
 MOST_EXPERTS = 1024  # of a layer
 MOST_PAIRS = 65535  # of a launch: a grid's limit on its second axis
 TICKETS = 8192  # of ROUTE: one for eight tokens
+ROUTE_MANY_FROM = 64  # rows of prompts
 ROUTED = 4  # experts of a block of ROUTE
 GATE, UP = 0, 1
 
@@ -36,7 +37,13 @@ def _rows(function: str, name: str, warps: int, tiles: int) -> Instance:
 EXPERT_UP = {name: _rows("expert_up", name, up_warps(name), 2) for name in CHUNKS}
 EXPERT_DOWN = {name: _rows("expert_down", name, CHUNKS[name].warps, 1) for name in CHUNKS}
 BF16 = Instance("route.cu", "round_to_bf16", waits=True)
-ROUTE = Instance("route.cu", "route", waits=True)
+ROUTE, ROUTE_MANY = (
+    {
+        name: Instance("route.cu", function, (("KIND", str(int(kind))),), waits=True)
+        for name, kind in TAP_KINDS.items()
+    }
+    for function in ("route", "route_many")
+)
 CHOOSE = Instance("route.cu", "choose_experts", waits=True)
 GATE_ROWS = Instance("route.cu", "gate_rows", waits=True)
 GATE_VALUES = Instance("route.cu", "gate_values", waits=True)
@@ -47,7 +54,8 @@ INSTANCES = [
     *EXPERT_DOWN.values(),
     *expert_groups.INSTANCES,
     *expert_stream.INSTANCES,
-    *(BF16, ROUTE, CHOOSE, GATE_ROWS, GATE_VALUES, JOIN, SPLIT),
+    *(*ROUTE.values(), *ROUTE_MANY.values()),
+    *(BF16, CHOOSE, GATE_ROWS, GATE_VALUES, JOIN, SPLIT),
 ]
 
 
@@ -72,22 +80,35 @@ def route(
     generated: int,
     tickets: DeviceArray,
     is_rounded: bool,
+    alone: int | None = None,
 ) -> tuple[DeviceArray, DeviceArray]:
-    """tickets: uint32 zeros, of all layers."""
+    """tickets: uint32 zeros, of all layers. alone: as that of `experts`."""
     (tokens, columns), experts = x.shape, router.shape[0]
     assert router.shape == (experts, columns), (x, router.shape)
-    assert _groups(tokens, 8) <= len(tickets), tokens
     chosen, weights = _choice(ops, tokens, experts, used, counts)
-    if tokens:
-        with ops.scope():
-            logits = ops.scratch((tokens, experts))
+    first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
+    assert _groups(first, 8) <= len(tickets), tokens
+    kind, numbers = router.type_name, (columns, int(is_rounded))
+    with ops.scope():
+        logits = ops.scratch((tokens, experts))
+        if first:
             arrays = x, router, logits, chosen, weights, counts, tickets
-            sizes = experts, used, tokens, generated, columns, int(is_rounded)
-            ops.kernel(ROUTE)(
-                (_groups(experts, ROUTED), _groups(tokens, 8)),
+            sizes = experts, used, first, generated, *numbers
+            ops.kernel(ROUTE[kind])(
+                (_groups(experts, ROUTED), _groups(first, 8)),
                 256,
-                (*(each.ptr for each in arrays), tap_kind(router), *map(np.int32, sizes)),
+                (*(each.ptr for each in arrays), *map(np.int32, sizes)),
             )
+        if first < tokens:
+            pointers = x[first:].ptr, router.ptr, logits[first:].ptr
+            rest = experts, tokens - first, *numbers
+            ops.kernel(ROUTE_MANY[kind])(
+                (_groups(experts, 128), _groups(tokens - first, 16)),
+                128,
+                (*pointers, *map(np.int32, rest)),
+            )
+            own = chosen[first:], weights[first:]
+            _choose(ops, logits[first:], own, counts, max(0, generated - first))
     return chosen, weights
 
 
@@ -95,12 +116,23 @@ def choose(
     ops: Launcher, logits: DeviceArray, used: int, counts: DeviceArray, generated: int
 ) -> tuple[DeviceArray, DeviceArray]:
     tokens, experts = logits.shape
-    chosen, weights = _choice(ops, tokens, experts, used, counts)
+    found = _choice(ops, tokens, experts, used, counts)
+    _choose(ops, logits, found, counts, generated)
+    return found
+
+
+def _choose(
+    ops: Launcher,
+    logits: DeviceArray,
+    found: tuple[DeviceArray, DeviceArray],
+    counts: DeviceArray,
+    generated: int,
+) -> None:
+    (tokens, experts), (chosen, weights) = logits.shape, found
     if tokens:
         pointers = logits.ptr, chosen.ptr, weights.ptr, counts.ptr
-        numbers = experts, used, tokens, generated
+        numbers = experts, chosen.shape[1], tokens, generated
         ops.kernel(CHOOSE)((_groups(tokens, 4),), 128, (*pointers, *map(np.int32, numbers)))
-    return chosen, weights
 
 
 def _choice(

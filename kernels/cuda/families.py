@@ -68,7 +68,8 @@ class CudaFamilies:
     ) -> tuple[DeviceArray, DeviceArray]:
         own, generated = _own(router), batch.generated
         if experts.fits(own):
-            return experts.route(self, x, own, used, counts, generated, self.tickets, is_rounded)
+            tail = self.tickets, is_rounded, self.rows_alone(x)
+            return experts.route(self, x, own, used, counts, generated, *tail)
         logits = self.linear(experts.to_bf16(self, x) if is_rounded else x, router)
         return experts.choose(self, logits, used, counts, generated)
 

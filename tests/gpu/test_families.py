@@ -23,6 +23,7 @@ from ..kernels.cuda.test_families import (  # noqa: F401
     test_ngram_rows,
     test_ngrams_join_the_streams,
     test_route,
+    test_route_of_prompts,
     test_shared_expert,
     test_streams,
 )

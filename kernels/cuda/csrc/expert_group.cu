@@ -12,17 +12,61 @@ namespace voltapile {
 using F = formats::FORMAT;
 using C = Codec<F>;
 
+constexpr int TURNS = VP_ARCH >= 800 ? 2 : 1;  // of TOKENS, for which weights are unpacked once
+
 // Of one expert; in global memory.
 struct Group {
   int expert, first, count;  // places first to first + count - 1; expert: its number in the table
 };
 
-// Sums of 128 rows times 64 tokens. row_at: where the bytes of one of the 128 rows begin; token_at:
-// the units of one of the 64 tokens.
+// The first of the 32 tokens that a warp has in a turn.
+__device__ __forceinline__ int first_of(int turn, int warp) {
+  return turn * TOKENS + (warp & 1) * 32;
+}
+
+using Sums = float[TURNS][2 * 4][Tile::VALUES];  // of row tile m and token tile n: 4 m + n
+
+// Adds a step's products of this warp's 2 tiles of rows with 4 of tokens in each turn. From sm_80
+// on sums stay on the tensor core.
+__device__ __forceinline__ void multiply_turns(const std::uint8_t* rows, const std::uint8_t* tokens,
+                                               int count, int warp, const Tile& tile,
+                                               Sums& total) {
+#if VP_ARCH >= 800
+#pragma unroll 1
+  for (int group = 0; group < GROUPS; ++group) {
+    Unit a[2][Tile::ROWS * Tile::UNITS];
+#pragma unroll
+    for (int i = 0; i < 2 * Tile::ROWS * Tile::UNITS; ++i) {
+      const int m = i / (Tile::ROWS * Tile::UNITS), held = i % (Tile::ROWS * Tile::UNITS);
+      a[m][held] = unit_at(rows + (16 * m + tile.row(held)) * STRIDE, group, tile.unit(0));
+    }
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      if (first_of(turn, warp) >= count) break;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int token = first_of(turn, warp) + 8 * n + dealt(tile.token());
+        const Unit b = unit_at(tokens + token * STRIDE, group, tile.unit(0));
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int m = 0; m < 2; ++m) Tile::multiply(total[turn][4 * m + n], a[m], &b, half);
+      }
+    }
+  }
+#else
+  if (first_of(0, warp) < count)
+    multiply_step(rows, tokens + first_of(0, warp) * STRIDE, tile,
+                  reinterpret_cast<float(&)[SUMS]>(total[0]));
+#endif
+}
+
+// Sums of 128 rows times TURNS times 64 tokens. row_at: where the bytes of one of the 128 rows
+// begin; token_at: the units of one of the tokens. count: of tokens.
 template <class Row, class Token>
 __device__ __forceinline__ void multiply_tile(const Row& row_at, const Token& token_at, int groups,
-                                              std::uint8_t* shared, bool is_used, int warp,
-                                              const Tile& tile, float (&total)[SUMS]) {
+                                              std::uint8_t* shared, int count, int warp,
+                                              const Tile& tile, Sums& total) {
   std::uint8_t *row_units = shared, *token_units = shared + ROWS * STRIDE;
   constexpr int TASKS = ROWS * (GROUPS / C::SPAN);  // row, span
   const int p = threadIdx.x & 3;
@@ -39,22 +83,15 @@ __device__ __forceinline__ void multiply_tile(const Row& row_at, const Token& to
       }
     }
 #pragma unroll 2
-    for (int task = threadIdx.x; task < TOKENS * GROUPS * 4; task += THREADS) {
+    for (int task = threadIdx.x; task < TURNS * TOKENS * GROUPS * 4; task += THREADS) {
       const int token = task / (GROUPS * 4), unit = task % (GROUPS * 4);
       *reinterpret_cast<uint4*>(token_units + token * STRIDE + 16 * unit) =
           first + unit / 4 < groups ? token_at(token)[first * 4 + unit] : uint4{0, 0, 0, 0};
     }
     __syncthreads();
-    if (is_used)
-      multiply_step(row_units + (warp >> 1) * 32 * STRIDE, token_units + (warp & 1) * 32 * STRIDE,
-                    tile, total);
+    multiply_turns(row_units + (warp >> 1) * 32 * STRIDE, token_units, count, warp, tile, total);
     __syncthreads();
   }
-}
-
-// Value e of a warp's sums of row tile m and token tile n.
-__device__ __forceinline__ int sum_at(int m, int n, int e) {
-  return (m * 4 + n) * Tile::VALUES + e;
 }
 
 // Exclusive sums of two counts for each of the block's 1024 threads.
@@ -90,11 +127,12 @@ expert_plan(const int* chosen, int* order, Group* tiles, int pairs, int count, i
     if (local >= 0 && local < count) atomicAdd(counts + local, 1);
   }
   __syncthreads();
-  const int own = counts[expert], own_tiles = (own + TOKENS - 1) / TOKENS;
+  constexpr int MOST = TURNS * TOKENS;
+  const int own = counts[expert], own_tiles = (own + MOST - 1) / MOST;
   int place = own, tile = own_tiles;
   sum_before(place, tile, scratch);
   for (int i = 0; i < own_tiles; ++i)
-    tiles[tile + i] = {expert, place + i * TOKENS, min(TOKENS, own - i * TOKENS)};
+    tiles[tile + i] = {expert, place + i * MOST, min(MOST, own - i * MOST)};
   if (threadIdx.x == 1023) used_tiles = tile + own_tiles;
   counts[expert] = place;  // the next that is free
   __syncthreads();
@@ -111,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
     expert_group_up(const Expert* table, const Group* tiles, const int* order, const uint4* halves,
                     const float* scales, float* inner, int used, int rows, int k) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  __shared__ int tokens[TOKENS];
+  __shared__ int tokens[TURNS * TOKENS];
   __shared__ Bytes matrices[2];  // not in registers, of which there are too few
   grid_launch();
   grid_wait();
@@ -120,25 +158,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   const int first_row = blockIdx.x * 64, groups = k / 32, warp = threadIdx.x >> 5;
   const Tile tile{static_cast<int>(threadIdx.x & 31)};
   const long long row_bytes = static_cast<long long>(k / F::length) * F::bytes;
-  if (threadIdx.x < TOKENS)
-    tokens[threadIdx.x] = order[own.first + min(static_cast<int>(threadIdx.x), own.count - 1)] / used;
+  if (threadIdx.x < TURNS * TOKENS)
+    tokens[threadIdx.x] =
+        order[own.first + min(static_cast<int>(threadIdx.x), own.count - 1)] / used;
   if (threadIdx.x < 2) matrices[threadIdx.x] = table[own.expert].matrices[threadIdx.x];
   __syncthreads();
-  float total[SUMS] = {};
+  Sums total = {};
   multiply_tile(
       [&](int row) {
         const int there = min(first_row + (row >> 5) * 16 + (row & 15), rows - 1);
         return matrices[row >> 4 & 1] + there * row_bytes;
       },
       [&](int token) { return halves + static_cast<long long>(tokens[token]) * groups * 4; },
-      groups, shared, (warp & 1) * 32 < own.count, warp, tile, total);
+      groups, shared, own.count, warp, tile, total);
 #pragma unroll
-  for (int i = 0; i < 4 * Tile::VALUES; ++i) {
-    const int n = i / Tile::VALUES, e = i % Tile::VALUES;
-    const float gate_sum = tile.fold(total[sum_at(0, n, e)]);
-    const float up_sum = tile.fold(total[sum_at(1, n, e)]);
+  for (int i = 0; i < TURNS * 4 * Tile::VALUES; ++i) {
+    const int turn = i / Tile::VALUES / 4, n = i / Tile::VALUES % 4, e = i % Tile::VALUES;
+    const float gate_sum = tile.fold(total[turn][n][e]);
+    const float up_sum = tile.fold(total[turn][4 + n][e]);
     const int row = first_row + (warp >> 1) * 16 + tile.sum_row(Tile::row_of(e));
-    const int token = (warp & 1) * 32 + 8 * n + dealt(tile.sum_token(Tile::token_of(e)));
+    const int token = first_of(turn, warp) + 8 * n + dealt(tile.sum_token(Tile::token_of(e)));
     if (!tile.owns_sums() || row >= rows || token >= own.count) continue;
     const float scale = scales[tokens[token]], value = gate_sum * scale;
     inner[static_cast<long long>(own.first + token) * rows + row] =
@@ -159,19 +198,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   const Tile tile{static_cast<int>(threadIdx.x & 31)};
   const long long row_bytes = static_cast<long long>(k / F::length) * F::bytes;
   const Bytes weights = table[own.expert].matrices[DOWN];
-  float total[SUMS] = {};
+  Sums total = {};
   multiply_tile(
       [&](int row) { return weights + min(first_row + row, rows - 1) * row_bytes; },
       [&](int token) {
         return halves + static_cast<long long>(own.first + min(token, own.count - 1)) * groups * 4;
       },
-      groups, shared, (warp & 1) * 32 < own.count, warp, tile, total);
+      groups, shared, own.count, warp, tile, total);
 #pragma unroll
-  for (int i = 0; i < SUMS; ++i) {
+  for (int j = 0; j < TURNS * SUMS; ++j) {
+    const int turn = j / SUMS, i = j % SUMS;
     const int m = i / Tile::VALUES / 4, n = i / Tile::VALUES % 4, e = i % Tile::VALUES;
-    const float sum = tile.fold(total[i]);
+    const float sum = tile.fold(total[turn][4 * m + n][e]);
     const int row = first_row + (warp >> 1) * 32 + 16 * m + tile.sum_row(Tile::row_of(e));
-    const int token = (warp & 1) * 32 + 8 * n + dealt(tile.sum_token(Tile::token_of(e)));
+    const int token = first_of(turn, warp) + 8 * n + dealt(tile.sum_token(Tile::token_of(e)));
     if (!tile.owns_sums() || row >= rows || token >= own.count) continue;
     const int place = own.first + token;
     parts[static_cast<long long>(order[place]) * rows + row] = sum * scales[place];

@@ -7,6 +7,9 @@ using u64 = unsigned long long;
 constexpr int PER_BLOCK = 4;  // experts of a block of `route`
 constexpr int SLOTS = 4;      // float4 of a router's row that a thread asks for at once
 constexpr int THREADS = 256;
+#ifndef KIND
+#define KIND 0  // of a router's values, as in state_rows.cuh
+#endif
 
 __device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
 #if VP_ARCH >= 800 && !defined(VP_EMULATION)
@@ -30,55 +33,48 @@ extern "C" __global__ void round_to_bf16(const float* x, float* out, long long n
   if (i < n) out[i] = rounded(x[i], 1);
 }
 
-// A token's choice, by a warp; a lane has HELD logits. The largest shares, of equal ones the first
-// expert.
+// A token's choice, by a warp; a lane has HELD logits. The largest, of equal ones the first expert.
+// Weights are shares of the chosen ones, so that the others' sum cancels.
 template <int HELD>
 __device__ __forceinline__ void choose_of(const float* logits, int* chosen, float* weights,
                                           u64* counts, int experts, int used) {
   const int lane = threadIdx.x & 31;
-  float shares[HELD], best = -3.4e38f, sum = 0.0f;
+  float values[HELD], best = -3.4e38f;
 #pragma unroll
   for (int i = 0; i < HELD; ++i)
-    shares[i] = 32 * i + lane < experts ? __ldcg(logits + 32 * i + lane) : -3.4e38f;
+    values[i] = 32 * i + lane < experts ? __ldcg(logits + 32 * i + lane) : -3.4e38f;
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) best = fmaxf(best, shares[i]);
+  for (int i = 0; i < HELD; ++i) best = fmaxf(best, values[i]);
   best = warp_join(best, Max());
-#pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    shares[i] = 32 * i + lane < experts ? expf(shares[i] - best) : 0.0f;
-    sum += shares[i];
-  }
-  sum = warp_join(sum, Add());
-  // Shares are not negative, so their bits are in their order, and one is added: what is taken has
+  // They are not negative, so their bits are in their order, and one is added: what is taken has
   // nothing. What is no number comes last.
   unsigned bits[HELD];
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
-    const float share = shares[i] / sum;
-    bits[i] = 32 * i + lane < experts ? 1u + (share >= 0.0f ? __float_as_uint(share) : 0u) : 0u;
+    const float value = expf(values[i] - best);
+    bits[i] = 32 * i + lane < experts ? 1u + (value >= 0.0f ? __float_as_uint(value) : 0u) : 0u;
   }
   float mine = 0.0f, all = 0.0f;
+#pragma unroll 1
   for (int rank = 0; rank < used; ++rank) {
-    unsigned own = 0;
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) own = Max()(own, bits[i]);
-    const unsigned most = largest_of_warp(own);
-    // The first expert of those that have it; few lanes do.
-    unsigned at = 0xffffffffu;
+    unsigned own = 0, at = 0xffffffffu;
 #pragma unroll
     for (int i = HELD - 1; i >= 0; --i)
-      if (bits[i] == most) at = 32 * i + lane;
-    if (__popc(__ballot_sync(ALL, own == most)) > 1) at = ~largest_of_warp(~at);
+      if (bits[i] >= own) own = bits[i], at = 32 * i + lane;
+    const unsigned most = largest_of_warp(own);
+    // The first expert of the lanes that have it, which are seldom several.
+    const unsigned lanes = __ballot_sync(ALL, own == most);
+    at = __popc(lanes) > 1 ? ~largest_of_warp(own == most ? ~at : 0u)
+                           : __shfl_sync(ALL, at, __ffs(static_cast<int>(lanes)) - 1);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
-      if (32 * i + lane == at) {
-        bits[i] = 0;
-        chosen[rank] = static_cast<int>(at);
-        atomicAdd(counts + at, static_cast<u64>(1));
-      }
-    const float share = __uint_as_float(most - 1u);
-    all += share;
-    if (lane == rank) mine = share;
+    for (int i = 0; i < HELD; ++i) bits[i] = 32 * i + lane == at ? 0u : bits[i];
+    const float value = __uint_as_float(most - 1u);
+    all += value;
+    if (lane == rank) mine = value;
+    if (lane == 0) {
+      chosen[rank] = static_cast<int>(at);
+      atomicAdd(counts + at, static_cast<u64>(1));
+    }
   }
   if (lane < used) weights[lane] = mine / all;
 }
@@ -96,68 +92,67 @@ __device__ __forceinline__ void choose(const float* logits, int* chosen, float* 
 }
 
 // Four values of the router from `at` on.
-__device__ __forceinline__ float4 four_of(const void* router, int kind, long long at) {
-  if (kind == 0) return *reinterpret_cast<const float4*>(static_cast<const float*>(router) + at);
-  return make_float4(tap_at(router, kind, at), tap_at(router, kind, at + 1),
-                     tap_at(router, kind, at + 2), tap_at(router, kind, at + 3));
+__device__ __forceinline__ float4 four_of(const void* router, long long at) {
+  if (KIND == 0) return *reinterpret_cast<const float4*>(static_cast<const float*>(router) + at);
+  return make_float4(tap_at(router, KIND, at), tap_at(router, KIND, at + 1),
+                     tap_at(router, KIND, at + 2), tap_at(router, KIND, at + 3));
 }
 
-// grid: (experts / PER_BLOCK, tokens / 8), 256 threads, which share each row's columns; the block of
-// these tokens that ends last chooses, a warp for each. router: [experts][k], of `kind` as in
-// state_rows.cuh; k is a multiple of 4. logits: [tokens][experts]; counts: [2][experts], of prompts'
-// tokens and of the first `generated` ones; tickets: zeros between two launches.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// grid: (experts / PER_BLOCK, tokens / 8), 256 threads, which share each row's columns; the block
+// of these tokens that ends last chooses, a warp for each. router: [experts][k], of -D KIND; k is a
+// multiple of 4. logits: [tokens][experts]; counts: [2][experts], of prompts' tokens and of the
+// first `generated` ones; tickets: zeros between two launches.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 route(const float* x, const void* router, float* logits, int* chosen, float* weights, u64* counts,
-      unsigned* tickets, int kind, int experts, int used, int tokens, int generated, int k,
+      unsigned* tickets, int experts, int used, int tokens, int generated, int k,
       int is_rounded) {
   __shared__ float parts[8][PER_BLOCK][THREADS / 32];
   __shared__ bool is_last;
   grid_launch();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * PER_BLOCK;
   const int first = blockIdx.y * 8, count = min(8, tokens - first), fours = k / 4;
-  float sum[8][PER_BLOCK] = {};
+#pragma unroll 1
   for (int start = 0; start < fours; start += THREADS * SLOTS) {
-    float4 w[PER_BLOCK][SLOTS];
+    float4 w[PER_BLOCK][SLOTS], v[SLOTS];
 #pragma unroll
     for (int e = 0; e < PER_BLOCK; ++e)
 #pragma unroll
       for (int i = 0; i < SLOTS; ++i) {
         const int at = start + THREADS * i + threadIdx.x;
         const long long row = static_cast<long long>(min(expert + e, experts - 1)) * k;
-        w[e][i] = at < fours ? four_of(router, kind, row + 4 * at) : make_float4(0, 0, 0, 0);
+        w[e][i] = at < fours ? four_of(router, row + 4 * at) : make_float4(0, 0, 0, 0);
       }
     if (start == 0) grid_wait();
-#pragma unroll
-    for (int t = 0; t < 8; ++t) {
-      if (t >= count) break;
-      const float4* own = reinterpret_cast<const float4*>(x + static_cast<long long>(first + t) * k);
-      float4 v[SLOTS];
+    const auto load = [&](int token) {
+      const float4* own = reinterpret_cast<const float4*>(x + static_cast<long long>(token) * k);
 #pragma unroll
       for (int i = 0; i < SLOTS; ++i) {
         const int at = start + THREADS * i + threadIdx.x;
         v[i] = at < fours ? own[at] : make_float4(0, 0, 0, 0);
       }
+    };
+    load(first);
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) {
+      float sum[PER_BLOCK] = {};
 #pragma unroll
       for (int i = 0; i < SLOTS; ++i) {
         v[i] = {rounded(v[i].x, is_rounded), rounded(v[i].y, is_rounded),
                 rounded(v[i].z, is_rounded), rounded(v[i].w, is_rounded)};
 #pragma unroll
         for (int e = 0; e < PER_BLOCK; ++e) {
-          sum[t][e] = fmaf(v[i].x, w[e][i].x, sum[t][e]);
-          sum[t][e] = fmaf(v[i].y, w[e][i].y, sum[t][e]);
-          sum[t][e] = fmaf(v[i].z, w[e][i].z, sum[t][e]);
-          sum[t][e] = fmaf(v[i].w, w[e][i].w, sum[t][e]);
+          sum[e] = fmaf(v[i].x, w[e][i].x, sum[e]);
+          sum[e] = fmaf(v[i].y, w[e][i].y, sum[e]);
+          sum[e] = fmaf(v[i].z, w[e][i].z, sum[e]);
+          sum[e] = fmaf(v[i].w, w[e][i].w, sum[e]);
         }
       }
-    }
-  }
+      if (t + 1 < count) load(first + t + 1);
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
-    if (t >= count) break;
-#pragma unroll
-    for (int e = 0; e < PER_BLOCK; ++e) {
-      const float all = warp_join(sum[t][e], Add());
-      if (lane == 0) parts[t][e][warp] = all;
+      for (int e = 0; e < PER_BLOCK; ++e) {
+        const float all = warp_join(sum[e], Add());
+        if (lane == e) parts[t][e][warp] = start == 0 ? all : parts[t][e][warp] + all;
+      }
     }
   }
   __syncthreads();
@@ -180,6 +175,72 @@ route(const float* x, const void* router, float* logits, int* chosen, float* wei
   const long long token = first + warp;
   choose(logits + token * experts, chosen + token * used, weights + token * used,
          counts + (token < generated ? experts : 0), experts, used);
+}
+
+// grid: (experts / 128, tokens / 16), 128 threads: logits of prompts' rows. A warp has four tokens,
+// a lane experts lane, lane + 32, ... of 128; columns come by 32. k is a multiple of 4.
+extern "C" __global__ void __launch_bounds__(128)
+route_many(const float* x, const void* router, float* logits, int experts, int tokens, int k,
+           int is_rounded) {
+  constexpr int COLUMNS = 32, STRIDE = COLUMNS + 4, ROWS = 128, ROUND = 16;
+  __shared__ __align__(16) float rows[ROWS * STRIDE], own[16 * STRIDE];
+  grid_launch();
+  grid_wait();
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int first = blockIdx.x * ROWS, token = blockIdx.y * 16;
+  // What this thread loads of each 16 rows: four columns of one.
+  const int row = threadIdx.x >> 3, column = 4 * (threadIdx.x & 7);
+  const float4* from = reinterpret_cast<const float4*>(
+      x + static_cast<long long>(min(token + row, tokens - 1)) * k + column);
+  const auto weight = [&](int i, int start) {
+    const long long at = static_cast<long long>(min(first + ROUND * i + row, experts - 1)) * k;
+    return start + column < k ? four_of(router, at + start + column)
+                              : make_float4(0, 0, 0, 0);
+  };
+  const auto value = [&](int start) {
+    return start + column < k ? from[start / 4] : make_float4(0, 0, 0, 0);
+  };
+  float4 w[ROWS / ROUND], v = value(0);
+#pragma unroll
+  for (int i = 0; i < ROWS / ROUND; ++i) w[i] = weight(i, 0);
+  float sum[4][4] = {};
+  for (int start = 0; start < k; start += COLUMNS) {
+    __syncthreads();  // what was read may be overwritten
+#pragma unroll
+    for (int i = 0; i < ROWS / ROUND; ++i)
+      *reinterpret_cast<float4*>(rows + (ROUND * i + row) * STRIDE + column) = w[i];
+    *reinterpret_cast<float4*>(own + row * STRIDE + column) =
+        make_float4(rounded(v.x, is_rounded), rounded(v.y, is_rounded), rounded(v.z, is_rounded),
+                    rounded(v.w, is_rounded));
+    __syncthreads();
+    v = value(start + COLUMNS);
+#pragma unroll
+    for (int i = 0; i < ROWS / ROUND; ++i) w[i] = weight(i, start + COLUMNS);
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c += 4) {
+      float4 a[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t)
+        a[t] = *reinterpret_cast<const float4*>(own + (4 * warp + t) * STRIDE + c);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float4 b = *reinterpret_cast<const float4*>(rows + (32 * e + lane) * STRIDE + c);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          sum[t][e] = fmaf(a[t].x, b.x, sum[t][e]);
+          sum[t][e] = fmaf(a[t].y, b.y, sum[t][e]);
+          sum[t][e] = fmaf(a[t].z, b.z, sum[t][e]);
+          sum[t][e] = fmaf(a[t].w, b.w, sum[t][e]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int t = token + 4 * warp + i / 4, expert = first + 32 * (i % 4) + lane;
+    if (t < tokens && expert < experts)
+      logits[static_cast<long long>(t) * experts + expert] = sum[i / 4][i % 4];
+  }
 }
 
 // grid: (tokens / 4), 128 threads: the choice alone, where logits are there.

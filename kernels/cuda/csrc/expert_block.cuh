@@ -1,0 +1,271 @@
+// Chunks of 256 columns of Q4_K and Q6_K in whole numbers, from sm_80 on: 16 rows of weights as
+// bytes, times up to four tokens as 16-bit numbers, whose two bytes are two columns of the tensor
+// core's 8. Sums are exact, scales of runs of columns included, until the chunk's own scales come.
+//
+// A token's numbers have one scale for a chunk: its largest value becomes 32512. Lane l holds the
+// sums of rows row(0) and row(1) of mma.cuh's Tile, and of token l % 4.
+#pragma once
+#include "matmul_chunk.cuh"
+
+namespace voltapile {
+
+#if VP_ARCH >= 800
+#ifndef VP_EMULATION
+__device__ __forceinline__ void mma_bytes_32(int (&c)[4], unsigned a0, unsigned a1, unsigned a2,
+                                             unsigned a3, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bytes_16(int (&c)[4], unsigned a0, unsigned a1, unsigned b0) {
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(b0));
+}
+#endif
+__device__ __forceinline__ unsigned largest_of_lanes(unsigned x) {
+#ifdef VP_EMULATION
+  for (int step = 16; step > 0; step >>= 1) x = max(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+#else
+  return __reduce_max_sync(~0u, x);
+#endif
+}
+
+// Eight values of a lane as bytes, the upper ones and the lower ones, four a word.
+struct Bytes16 {
+  uint2 high, low;
+  int high_sums[2], low_sums[2];  // of its first four and of its second four
+};
+__device__ __forceinline__ void split(const float4& v, float scale, unsigned& high, unsigned& low,
+                                      int& high_sum, int& low_sum) {
+  const float values[4] = {v.x, v.y, v.z, v.w};
+  unsigned q[4];
+  low_sum = high_sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int n = static_cast<int>(rintf(values[i] * scale)), upper = (n + 128) >> 8;
+    q[i] = static_cast<unsigned>(n + 128);  // its second byte is the upper one, its first less 128
+    high_sum += upper;
+    low_sum += n - 256 * upper;
+  }
+  const unsigned first = __byte_perm(q[0], q[1], 0x5140), second = __byte_perm(q[2], q[3], 0x5140);
+  low = __byte_perm(first, second, 0x5410) ^ 0x80808080;
+  high = __byte_perm(first, second, 0x7632);
+}
+
+// In shared memory, of a token: [8 groups][2 planes][32 bytes], what a format adds, its scale. The
+// lane that loads them says which eight columns belong together.
+template <class F>
+struct WholeTokens;
+
+// Puts bytes to their place, and tells the scale that undoes theirs.
+__device__ __forceinline__ float put_eight(std::uint8_t* own, float4 a, float4 b, int lane,
+                                           Bytes16& bytes) {
+  // As numbers without a sign: what is infinite or no number is largest, and stays so.
+  unsigned most = 0;
+  const float values[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) most = max(most, __float_as_uint(values[i]) & 0x7fffffffu);
+  most = max(largest_of_lanes(most), 0x0da24260u);  // 1e-30
+  const float largest = __uint_as_float(most), scale = __fdividef(32512.0f, largest);
+  split(a, scale, bytes.high.x, bytes.low.x, bytes.high_sums[0], bytes.low_sums[0]);
+  split(b, scale, bytes.high.y, bytes.low.y, bytes.high_sums[1], bytes.low_sums[1]);
+  std::uint8_t* at = own + 64 * (lane >> 2) + 8 * (lane & 3);
+  *reinterpret_cast<uint2*>(at) = bytes.high;
+  *reinterpret_cast<uint2*>(at + 32) = bytes.low;
+  return largest * (1.0f / 32512.0f);
+}
+// Column n = lane / 4 is a token's plane.
+__device__ __forceinline__ const std::uint8_t* column_of(const std::uint8_t* tokens, int size,
+                                                         int room, int lane) {
+  const int token = lane >> 3;
+  return tokens + (token < room ? token : 0) * size + 32 * (lane >> 2 & 1) + 8 * (lane & 3);
+}
+
+template <>
+struct WholeTokens<formats::Q4_K> {
+  static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
+
+  static __device__ __forceinline__ void load(const float* row, int column, int lane, float4& a,
+                                              float4& b) {
+    const float4* from = reinterpret_cast<const float4*>(row + column + 8 * lane);
+    a = from[0];
+    b = from[1];
+  }
+  static __device__ __forceinline__ void put(std::uint8_t* own, float4 a, float4 b, int lane) {
+    Bytes16 bytes;
+    const float scale = put_eight(own, a, b, lane, bytes);
+    int sum = 256 * (bytes.high_sums[0] + bytes.high_sums[1]) + bytes.low_sums[0] +
+              bytes.low_sums[1];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);  // of group lane / 4
+    const float low = sum * 0x1p-6f, high = __shfl_xor_sync(~0u, low, 4);
+    if ((lane & 7) == 0) {
+      const unsigned pair = half_pair(low, high);
+      const float2 kept = half_values(pair);
+      reinterpret_cast<uint2*>(own + SUMS)[lane >> 3] =
+          uint2{pair, half_pair((low - kept.x) * 2048.0f, (high - kept.y) * 2048.0f)};
+    }
+    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale;
+  }
+};
+template <>
+struct WholeTokens<formats::Q6_K> {
+  // OFFSETS: of each 16 columns what their sums begin with, since weights are 32 less.
+  static constexpr int PER_TOKEN = 832, OFFSETS = 512, SCALE = 768;
+
+  static __device__ __forceinline__ void load(const float* row, int column, int lane, float4& a,
+                                              float4& b) {
+    const float4* from =
+        reinterpret_cast<const float4*>(row + column + 32 * (lane >> 2) + 4 * (lane & 3));
+    a = from[0];
+    b = from[4];
+  }
+  static __device__ __forceinline__ void put(std::uint8_t* own, float4 a, float4 b, int lane) {
+    Bytes16 bytes;
+    const float scale = put_eight(own, a, b, lane, bytes);
+    int sums[4] = {bytes.high_sums[0], bytes.low_sums[0], bytes.high_sums[1], bytes.low_sums[1]};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[i] += __shfl_xor_sync(~0u, sums[i], 1);
+      sums[i] += __shfl_xor_sync(~0u, sums[i], 2);
+      sums[i] *= -32;
+    }
+    if ((lane & 3) < 2) {
+      const int high = lane & 1 ? sums[2] : sums[0], low = lane & 1 ? sums[3] : sums[1];
+      reinterpret_cast<int4*>(own + OFFSETS)[2 * (lane >> 2) + (lane & 1)] =
+          int4{high, low, high, low};
+    }
+    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale;
+  }
+};
+
+// sums: of the lane's two rows and its token, of which there are `room`. at: where its rows start.
+template <class F>
+struct WholeBlock;
+template <class F>
+constexpr bool IS_WHOLE = Equal<F, formats::Q4_K>::value || Equal<F, formats::Q6_K>::value;
+
+template <>
+struct WholeBlock<formats::Q4_K> {
+  using T = WholeTokens<formats::Q4_K>;
+
+  static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
+                                                  const int (&at)[Tile::ROWS],
+                                                  const std::uint8_t* tokens, int room, int lane,
+                                                  float (&sums)[2]) {
+    Heads heads[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
+    const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
+    const int p = lane & 3;
+    int total[2][4] = {};  // of even groups, of odd ones times 16
+#pragma unroll
+    for (int run = 0; run < 4; ++run) {
+      const int from = 16 + 32 * run + 8 * p;
+      const uint2 one = *reinterpret_cast<const uint2*>(memory + at[0] + from);
+      const uint2 two = *reinterpret_cast<const uint2*>(memory + at[1] + from);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const unsigned mask = odd ? 0xf0f0f0f0u : 0x0f0f0f0fu;
+        const int group = 2 * run + odd;
+        const uint2 b = *reinterpret_cast<const uint2*>(column + 64 * group);
+        int c[4] = {};
+        mma_bytes_32(c, one.x & mask, two.x & mask, one.y & mask, two.y & mask, b.x, b.y);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int scale = __byte_perm(heads[i].scales(group / 4), 0, 0x4440 + group % 4);
+          total[odd][2 * i] += scale * c[2 * i];
+          total[odd][2 * i + 1] += scale * c[2 * i + 1];
+        }
+      }
+    }
+    // Minima of groups 2 p and 2 p + 1 times the sums of their columns, of token n / 2.
+    const Unit least[2] = {heads[0].minima_of(p), heads[1].minima_of(p)};
+    const int column_token = lane >> 3, token = p < room ? p : 0;
+    const uint2 pair = reinterpret_cast<const uint2*>(
+        tokens + (column_token < room ? column_token : 0) * T::PER_TOKEN + T::SUMS)[p];
+    const Unit b{{pair.x, pair.y, 0, 0}};
+    float c[Tile::VALUES] = {};
+    Tile::multiply(c, least, &b, 0);
+    const float scale = *reinterpret_cast<const float*>(tokens + token * T::PER_TOKEN + T::SCALE);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 factor = half_values(heads[i].v.x);
+      const float high = fmaf(static_cast<float>(total[1][2 * i]), 0.0625f,
+                              static_cast<float>(total[0][2 * i]));
+      const float low = fmaf(static_cast<float>(total[1][2 * i + 1]), 0.0625f,
+                             static_cast<float>(total[0][2 * i + 1]));
+      sums[i] = scale * fmaf(factor.x, fmaf(high, 256.0f, low), factor.y * -64.0f * c[2 * i]);
+    }
+  }
+};
+
+template <>
+struct WholeBlock<formats::Q6_K> {
+  using T = WholeTokens<formats::Q6_K>;
+
+  static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
+                                                  const int (&at)[Tile::ROWS],
+                                                  const std::uint8_t* tokens, int room, int lane,
+                                                  float (&sums)[2]) {
+    const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
+    const int p = lane & 3, token = p < room ? p : 0;
+    const std::uint8_t* own = tokens + token * T::PER_TOKEN;
+    const Words rows[2] = {Words(memory, at[0]), Words(memory, at[1])};
+    const Words own_words[2] = {Words(memory, at[0] + 4 * p), Words(memory, at[1] + 4 * p)};
+    int total[4] = {};
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      unsigned scales[2][2];
+      uint2 b[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scales[i / 2][i % 2] = rows[i / 2].at(192 + 8 * half + 4 * (i % 2));
+        b[i] = *reinterpret_cast<const uint2*>(column + 64 * (4 * half + i));
+      }
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        unsigned a[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const unsigned up = own_words[i].at(128 + 32 * half + 16 * part);
+          const unsigned one = own_words[i].at(64 * half + 16 * part);
+          const unsigned two = own_words[i].at(64 * half + 32 + 16 * part);
+          a[i][0] = (one & 0x0f0f0f0f) | (up << 4 & 0x30303030);
+          a[i][1] = (two & 0x0f0f0f0f) | (up << 2 & 0x30303030);
+          a[i][2] = (one >> 4 & 0x0f0f0f0f) | (up & 0x30303030);
+          a[i][3] = (two >> 4 & 0x0f0f0f0f) | (up >> 2 & 0x30303030);
+        }
+#pragma unroll
+        for (int f = 0; f < 4; ++f) {
+          const int run = 8 * half + 2 * f + part;
+          const int4 less = reinterpret_cast<const int4*>(own + T::OFFSETS)[run];
+          int c[4] = {less.x, less.y, less.z, less.w};
+          mma_bytes_16(c, a[0][f], a[1][f], part ? b[f].y : b[f].x);
+          const int byte = 2 * (f & 1) + part;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int scale = static_cast<std::int8_t>(scales[i][f / 2] >> 8 * byte);
+            total[2 * i] += scale * c[2 * i];
+            total[2 * i + 1] += scale * c[2 * i + 1];
+          }
+        }
+      }
+    }
+    const float scale = *reinterpret_cast<const float*>(own + T::SCALE);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float d = half_value(*reinterpret_cast<const std::uint16_t*>(memory + at[i] + 208));
+      const float sum = fmaf(static_cast<float>(total[2 * i]), 256.0f,
+                             static_cast<float>(total[2 * i + 1]));
+      sums[i] = scale * (d * sum);
+    }
+  }
+};
+#endif
+
+}  // namespace voltapile
