@@ -28,7 +28,8 @@ def _instances(function: str) -> dict[int, Instance]:
 CONV, STEP, END = (_instances(name) for name in ("delta_conv", "delta_step", "delta_end"))
 ROW = {dim: Instance("delta_row.cu", "delta_row", (("DIM", str(dim)),), waits=True) for dim in DIMS}
 INSTANCES = [*CONV.values(), *STEP.values(), *END.values(), *ROW.values()]
-MOST_TAPS = 4  # of ROW's convolution
+MOST_TAPS = 4  # of a convolution
+CONVOLVED = 4  # tokens of a block of delta_conv
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ def delta_state(ops: Launcher, slots: int, shape: DeltaShape) -> State:
     heads, dim = shape.value_heads, shape.dim
     if dim not in DIMS:
         raise ValueError(f"delta nets with heads of {dim}; the cuda backend has {DIMS}")
+    if shape.kernel > MOST_TAPS:
+        raise ValueError(f"delta nets with {shape.kernel} taps; the cuda backend has {MOST_TAPS}")
     values: list[tuple[int, ...]] = [(shape.kernel - 1, shape.channels), (heads, dim, dim)]
     return make_state(ops, slots, values, [(shape.channels,), (heads,), (heads,)])
 
@@ -70,7 +73,7 @@ def delta_net(
     # Rows of generated tokens are short, and so is every row of a step of few tokens.
     is_short = tokens <= MAX_PROVISIONAL or batch.generated >= tokens
     tickets_taken = min(tokens, state.slots) * (shape.key_heads + 1)
-    if tokens and is_short and shape.kernel <= MOST_TAPS and tickets_taken <= len(tickets):
+    if tokens and is_short and tickets_taken <= len(tickets):
         _rows(ops, inputs, weights, shape, state, batch, tickets, y)
     elif tokens:
         with ops.scope():
@@ -128,7 +131,7 @@ def _prompt(
     sizes = tokens, shape.key_heads, heads
     is_provisional, eps = np.int32(batch.is_provisional), np.float32(shape.eps)
     ops.kernel(CONV[dim])(
-        (2 * shape.key_heads + heads, tokens),
+        (2 * shape.key_heads + heads, -(-tokens // CONVOLVED)),
         dim,
         (
             *_pointers(m, weights.conv1d, history, m_log, logged, slots, batch.positions),

@@ -12,10 +12,31 @@ constexpr int PARTS = 8;            // lanes that share two columns
 constexpr int FOURS = DIM / 32;     // of keys that a lane holds of each
 constexpr int PER_LANE = DIM / 32;  // values of a head that a lane of a warp holds
 constexpr int BATCH = 8;            // tokens that are in shared memory at once
+constexpr int TAPS = 4, PAST = TAPS - 1;  // most of a convolution
 
 struct Heads {
   int keys, values;
   __device__ int channels() const { return (2 * keys + values) * DIM; }
+};
+
+// The taps of a channel, the last of TAPS where there are fewer.
+struct Taps {
+  float of[TAPS];
+
+  __device__ __forceinline__ Taps(const void* all, int kind, int channel, int count) {
+#pragma unroll
+    for (int j = 0; j < TAPS; ++j) {
+      const int tap = j - TAPS + count;
+      of[j] = tap < 0 ? 0.0f : tap_at(all, kind, static_cast<long long>(channel) * count + tap);
+    }
+  }
+  // Of a token's input and those before it, the oldest first.
+  __device__ __forceinline__ float apply(const float (&past)[PAST], float x) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < PAST; ++j) sum = fmaf(of[j], past[j], sum);
+    return silu(fmaf(of[PAST], x, sum));
+  }
 };
 
 // VALUES: of the head that a block has.

@@ -8,10 +8,19 @@
 
 namespace voltapile {
 
-constexpr int COLUMNS = 32;  // of a head's values that a block of delta_step takes
+constexpr int COLUMNS = 32;   // of a head's values that a block of delta_step takes
+constexpr int CONVOLVED = 4;  // tokens of a block of delta_conv
 constexpr int PIECES = DIM / 2 + COLUMNS / 4;  // float4 of a token's q, k and v
 constexpr int TURNS = (BATCH * PIECES + 127) / 128;
 using Own = Token<COLUMNS>;
+
+// Without an index that is known at run time only.
+__device__ __forceinline__ int slot_at(const int (&slots)[PAST + CONVOLVED], int index) {
+  int found = -1;
+#pragma unroll
+  for (int j = 0; j < PAST + CONVOLVED; ++j) found = j == index ? slots[j] : found;
+  return found;
+}
 
 // Where `count` tokens lie, and how far apart; a head's constants.
 struct Run {
@@ -99,47 +108,66 @@ __device__ __forceinline__ void go_through(Columns& state, Own (*tokens)[BATCH],
 
 using namespace voltapile;
 
-// grid: (heads of q, k and v; tokens), DIM threads: a channel each. m: [tokens][channels]; c: alike,
-// what the convolution makes, q and k of length 1 (q then over sqrt(DIM)); c_log: [slots][WINDOW]
-// [channels], the same of logged tokens that stand.
-extern "C" __global__ void __launch_bounds__(DIM)
+// grid: (heads of q, k and v; tokens / CONVOLVED), DIM threads: a channel each. m: [tokens][channels];
+// c: alike, what the convolution makes, q and k of length 1 (q then over sqrt(DIM)); c_log: [slots]
+// [WINDOW][channels], the same of logged tokens that stand.
+extern "C" __global__ void __launch_bounds__(DIM, 1)
 delta_conv(const float* m, const void* taps, const float* histories, const float* logs,
            const int* logged, const int* slots, const int* positions, const int* kept, float* c,
            float* c_log, int* stands, int tokens, int key_heads, int value_heads, int count,
            int kind, float eps) {
   __shared__ float scratch[32];
   grid_launch();
-  grid_wait();
-  const Step step{slots, positions, kept, tokens, 0};
   const Heads heads{key_heads, value_heads};
-  const int head = blockIdx.x, t = blockIdx.y, channel = head * DIM + threadIdx.x;
-  const int channels = heads.channels(), depth = count - 1, slot = slots[t];
-  const int before = before_in_row(slots, t, depth);
-  const bool is_first = before == 0;
-  const int found = before < depth ? standing(step, logged, t - before) : FRESH;
+  const int head = blockIdx.x, first = blockIdx.y * CONVOLVED, channel = head * DIM + threadIdx.x;
+  const int channels = heads.channels(), depth = count - 1;
   const bool is_normed = head < 2 * key_heads;
   const float length = head < key_heads ? 1.0f / sqrtf(static_cast<float>(DIM)) : 1.0f;
-  // own: of the token; the tokens before it in the row end at `own`.
-  const auto convolve = [&](const float* own, int rows, const Past& past) {
-    float sum = 0.0f;
-    for (int j = 0; j < count; ++j) {
-      const int back = depth - j;
-      const float x = back <= rows ? own[-static_cast<long long>(back) * channels]
-                                   : past.at(back - rows, channel);
-      sum = fmaf(tap_at(taps, kind, static_cast<long long>(channel) * count + j), x, sum);
-    }
-    float y = silu(sum);
+  const Taps own(taps, kind, channel, count);
+  grid_wait();
+  const Step step{slots, positions, kept, tokens, 0};
+  const auto end = [&](float y) {
     if (is_normed) y *= length / sqrtf(block_join(y * y, scratch, Add()) + eps);
     return y;
   };
-  const long long at = static_cast<long long>(t) * channels + channel;
-  c[at] = convolve(m + at, before, Past(histories, logs, slot, depth, channels, found));
-  if (!is_first) return;
-  for (int i = 0; i < found; ++i) {
-    const long long place = (static_cast<long long>(slot) * WINDOW + i) * channels + channel;
-    c_log[place] = convolve(logs + place, i, Past(histories, logs, slot, depth, channels, 0));
+  // The block's tokens and those before them, asked for at once.
+  float inputs[PAST + CONVOLVED];
+  int slot_of[PAST + CONVOLVED];
+#pragma unroll
+  for (int j = 0; j < PAST + CONVOLVED; ++j) {
+    const int t = first - PAST + j;
+    const bool is_in = t >= 0 && t < tokens;
+    inputs[j] = is_in ? m[static_cast<long long>(t) * channels + channel] : 0.0f;
+    slot_of[j] = is_in ? slots[t] : -1;
   }
-  if (head == 0 && threadIdx.x == 0) stands[slot] = found;
+#pragma unroll
+  for (int i = 0; i < CONVOLVED; ++i) {
+    const int t = first + i, slot = slot_of[PAST + i];
+    if (t >= tokens) break;
+    int before = 0;
+    while (before < depth && slot_at(slot_of, PAST + i - 1 - before) == slot) ++before;
+    const int found = before < depth ? standing(step, logged, t - before) : FRESH;
+    const Past past(histories, logs, slot, depth, channels, found);
+    float seen[PAST];
+#pragma unroll
+    for (int j = 0; j < PAST; ++j) {
+      const int back = PAST - j;
+      seen[j] = back <= before  ? inputs[i + j]
+                : back <= depth ? past.at(back - before, channel)
+                                : 0.0f;
+    }
+    c[static_cast<long long>(t) * channels + channel] = end(own.apply(seen, inputs[PAST + i]));
+    if (before > 0) continue;
+    for (int n = 0; n < found; ++n) {
+      const Past kept_past(histories, logs, slot, depth, channels, n);
+#pragma unroll
+      for (int j = 0; j < PAST; ++j)
+        seen[j] = PAST - j <= depth ? kept_past.at(PAST - j, channel) : 0.0f;
+      const long long place = (static_cast<long long>(slot) * WINDOW + n) * channels + channel;
+      c_log[place] = end(own.apply(seen, logs[place]));
+    }
+    if (head == 0 && threadIdx.x == 0) stands[slot] = found;
+  }
 }
 
 // grid: (value heads * DIM / COLUMNS, rows), 128 threads: eight lanes for two columns of values.

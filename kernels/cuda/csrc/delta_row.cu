@@ -9,7 +9,6 @@
 
 namespace voltapile {
 
-constexpr int TAPS = 4, PAST = TAPS - 1;  // most of a convolution
 using Own = Token<DIM>;
 
 struct Shared {
@@ -34,19 +33,17 @@ __device__ __forceinline__ float head_sum(float value, float (*sums)[DIM / 32], 
   return part;
 }
 
-// A channel's inputs so far and its taps, of which the last are meant.
+// A channel's taps, and its inputs so far.
 struct Channel {
-  float taps[TAPS], past[PAST];
+  Taps taps;
+  float past[PAST];
 
   __device__ __forceinline__ float go_on(float x) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < PAST; ++j) sum = fmaf(taps[j], past[j], sum);
-    sum = fmaf(taps[PAST], x, sum);
+    const float y = taps.apply(past, x);
 #pragma unroll
     for (int j = 0; j + 1 < PAST; ++j) past[j] = past[j + 1];
     past[PAST - 1] = x;
-    return silu(sum);
+    return y;
   }
 };
 
@@ -119,14 +116,11 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
   const long long logged_at = static_cast<long long>(slot) * WINDOW;
   float* history = histories + static_cast<long long>(slot) * depth * channels + own;
   float* log = logs + logged_at * channels + own;
-  Channel channel;
+  Channel channel{Taps(taps, kind, own, count)};
 #pragma unroll
-  for (int j = 0; j < TAPS; ++j) {
-    const int tap = j - TAPS + count;
-    channel.taps[j] =
-        tap < 0 ? 0.0f : tap_at(taps, kind, static_cast<long long>(own) * count + tap);
-    if (j < PAST)
-      channel.past[j] = tap < 0 || found == FRESH ? 0.0f : __ldcg(history + tap * channels);
+  for (int j = 0; j < PAST; ++j) {
+    const int at = j - PAST + depth;
+    channel.past[j] = at < 0 || found == FRESH ? 0.0f : __ldcg(history + at * channels);
   }
   float* matrix = matrices + (static_cast<long long>(slot) * value_heads + head) * DIM * DIM;
   Columns s;

@@ -49,11 +49,20 @@ __device__ __forceinline__ int find_row(const int* slots, int tokens, int index)
 
 // Tokens of the row that begins at `first`. The whole warp calls.
 __device__ __forceinline__ int row_length(const int* slots, int tokens, int first) {
-  const int lane = threadIdx.x & 31;
-  for (int base = first + 1; base < tokens; base += 32) {
-    const int t = base + lane;
-    const unsigned others = __ballot_sync(ALL, t < tokens && slots[t] != slots[first]);
-    if (others != 0) return base + __ffs(static_cast<int>(others)) - 1 - first;
+  constexpr int SEVERAL = 4;  // loads under way: a prompt's rows are long
+  const int lane = threadIdx.x & 31, own = slots[first];
+  for (int base = first + 1; base < tokens; base += 32 * SEVERAL) {
+    bool is_other[SEVERAL];
+#pragma unroll
+    for (int i = 0; i < SEVERAL; ++i) {
+      const int t = base + 32 * i + lane;
+      is_other[i] = t < tokens && slots[t] != own;
+    }
+#pragma unroll
+    for (int i = 0; i < SEVERAL; ++i) {
+      const unsigned others = __ballot_sync(ALL, is_other[i]);
+      if (others != 0) return base + 32 * i + __ffs(static_cast<int>(others)) - 1 - first;
+    }
   }
   return tokens - first;
 }
