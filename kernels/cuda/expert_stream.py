@@ -18,7 +18,12 @@ from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 
 ARCH = 80  # from which on
 MOST_TOKENS = 4  # of a block
-WHOLE = {"Q4_K": 576, "Q6_K": 832}  # bytes of a token's chunk: csrc/expert_block.cuh
+WHOLE = {
+    "Q4_K": 576,
+    "Q5_K": 576,
+    "Q6_K": 832,
+    "Q5_1": 576,
+}  # bytes of a token's chunk: csrc/expert_block.cuh
 UP_WARPS, UP_DEPTH = 4, 4
 DOWN_WARPS, DOWN_DEPTH, PARTS_DEPTH = 8, 3, 2
 STRIP = 16  # tiles of 16 rows of a block of expert_parts

@@ -1,6 +1,7 @@
-// Chunks of 256 columns of Q4_K and Q6_K in whole numbers, from sm_80 on: 16 rows of weights as
+// Chunks of 256 columns of some formats in whole numbers, from sm_80 on: 16 rows of weights as
 // bytes, times up to four tokens as 16-bit numbers, whose two bytes are two columns of the tensor
-// core's 8. Sums are exact, scales of runs of columns included, until the chunk's own scales come.
+// core's 8. Sums are exact until scales come that are halves: those of a chunk of a K format, of a
+// group of Q5_1.
 //
 // A token's numbers have one scale for a chunk: its largest value becomes 32512. Lane l holds the
 // sums of rows row(0) and row(1) of mma.cuh's Tile, and of token l % 4.
@@ -89,8 +90,8 @@ template <>
 struct WholeTokens<formats::Q4_K> {
   static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
 
-  static __device__ __forceinline__ void load(const float* row, int column, int lane, float4& a,
-                                              float4& b) {
+  static __device__ __forceinline__ void load(const float* row, int column, int, int lane,
+                                              float4& a, float4& b) {
     const float4* from = reinterpret_cast<const float4*>(row + column + 8 * lane);
     a = from[0];
     b = from[1];
@@ -113,12 +114,14 @@ struct WholeTokens<formats::Q4_K> {
   }
 };
 template <>
+struct WholeTokens<formats::Q5_K> : WholeTokens<formats::Q4_K> {};
+template <>
 struct WholeTokens<formats::Q6_K> {
   // OFFSETS: of each 16 columns what their sums begin with, since weights are 32 less.
   static constexpr int PER_TOKEN = 832, OFFSETS = 512, SCALE = 768;
 
-  static __device__ __forceinline__ void load(const float* row, int column, int lane, float4& a,
-                                              float4& b) {
+  static __device__ __forceinline__ void load(const float* row, int column, int, int lane,
+                                              float4& a, float4& b) {
     const float4* from =
         reinterpret_cast<const float4*>(row + column + 32 * (lane >> 2) + 4 * (lane & 3));
     a = from[0];
@@ -143,43 +146,85 @@ struct WholeTokens<formats::Q6_K> {
   }
 };
 
+template <>
+struct WholeTokens<formats::Q5_1> {
+  static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
+
+  static __device__ __forceinline__ void load(const float* row, int column, int k, int lane,
+                                              float4& a, float4& b) {
+    const int first = column + 32 * (lane >> 2) + 4 * (lane & 3);
+    a = four_columns(row, first, k);
+    b = four_columns(row, first + 16, k);
+  }
+  static __device__ __forceinline__ void put(std::uint8_t* own, float4 a, float4 b, int lane) {
+    Bytes16 bytes;
+    const float scale = put_eight(own, a, b, lane, bytes);
+    int sum = 256 * (bytes.high_sums[0] + bytes.high_sums[1]) + bytes.low_sums[0] +
+              bytes.low_sums[1];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);  // of group lane / 4
+    if ((lane & 3) == 0) reinterpret_cast<float*>(own + SUMS)[lane >> 2] = static_cast<float>(sum);
+    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale;
+  }
+};
+
 // sums: of the lane's two rows and its token, of which there are `room`. at: where its rows start.
 template <class F>
 struct WholeBlock;
+// Whether rows are whole chunks of 256 columns.
 template <class F>
-constexpr bool IS_WHOLE = Equal<F, formats::Q4_K>::value || Equal<F, formats::Q6_K>::value;
+constexpr bool IS_K = Equal<F, formats::Q4_K>::value || Equal<F, formats::Q5_K>::value ||
+                      Equal<F, formats::Q6_K>::value;
+template <class F>
+constexpr bool IS_WHOLE = IS_K<F> || Equal<F, formats::Q5_1>::value;
 
-template <>
-struct WholeBlock<formats::Q4_K> {
+// Q4_K and, with a FIFTH bit, Q5_K. CODES: where a block's lower bits begin.
+template <int CODES, bool FIFTH>
+struct FourBits {
   using T = WholeTokens<formats::Q4_K>;
+  static constexpr int SETS = FIFTH ? 1 : 2;  // of sums: upper four bits are left where they are
+
+  // Of group 2 run + odd. fifth: the row's upper bits, one of each group in a byte.
+  static __device__ __forceinline__ unsigned codes(unsigned word, unsigned fifth, int run,
+                                                   int odd) {
+    if (!FIFTH) return word & (odd ? 0xf0f0f0f0u : 0x0f0f0f0fu);
+    const int up = 4 - 2 * run - odd;
+    const unsigned bits = up >= 0 ? fifth << up : fifth >> -up;
+    return (odd ? word >> 4 : word) & 0x0f0f0f0fu | bits & 0x10101010u;
+  }
 
   static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
                                                   const int (&at)[Tile::ROWS],
                                                   const std::uint8_t* tokens, int room, int lane,
                                                   float (&sums)[2]) {
-    Heads heads[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
-    const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
     const int p = lane & 3;
-    int total[2][4] = {};  // of even groups, of odd ones times 16
+    Heads heads[2];
+    uint2 fifth[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
+      if (FIFTH) fifth[i] = *reinterpret_cast<const uint2*>(memory + at[i] + 16 + 8 * p);
+    }
+    const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
+    int total[SETS][4] = {};
 #pragma unroll
     for (int run = 0; run < 4; ++run) {
-      const int from = 16 + 32 * run + 8 * p;
+      const int from = CODES + 32 * run + 8 * p;
       const uint2 one = *reinterpret_cast<const uint2*>(memory + at[0] + from);
       const uint2 two = *reinterpret_cast<const uint2*>(memory + at[1] + from);
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const unsigned mask = odd ? 0xf0f0f0f0u : 0x0f0f0f0fu;
         const int group = 2 * run + odd;
         const uint2 b = *reinterpret_cast<const uint2*>(column + 64 * group);
         int c[4] = {};
-        mma_bytes_32(c, one.x & mask, two.x & mask, one.y & mask, two.y & mask, b.x, b.y);
+        mma_bytes_32(c, codes(one.x, fifth[0].x, run, odd), codes(two.x, fifth[1].x, run, odd),
+                     codes(one.y, fifth[0].y, run, odd), codes(two.y, fifth[1].y, run, odd), b.x,
+                     b.y);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int scale = __byte_perm(heads[i].scales(group / 4), 0, 0x4440 + group % 4);
-          total[odd][2 * i] += scale * c[2 * i];
-          total[odd][2 * i + 1] += scale * c[2 * i + 1];
+          total[odd % SETS][2 * i] += scale * c[2 * i];
+          total[odd % SETS][2 * i + 1] += scale * c[2 * i + 1];
         }
       }
     }
@@ -195,14 +240,20 @@ struct WholeBlock<formats::Q4_K> {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float2 factor = half_values(heads[i].v.x);
-      const float high = fmaf(static_cast<float>(total[1][2 * i]), 0.0625f,
-                              static_cast<float>(total[0][2 * i]));
-      const float low = fmaf(static_cast<float>(total[1][2 * i + 1]), 0.0625f,
-                             static_cast<float>(total[0][2 * i + 1]));
+      float high = static_cast<float>(total[0][2 * i]);
+      float low = static_cast<float>(total[0][2 * i + 1]);
+      if (SETS > 1) {
+        high = fmaf(static_cast<float>(total[SETS - 1][2 * i]), 0.0625f, high);
+        low = fmaf(static_cast<float>(total[SETS - 1][2 * i + 1]), 0.0625f, low);
+      }
       sums[i] = scale * fmaf(factor.x, fmaf(high, 256.0f, low), factor.y * -64.0f * c[2 * i]);
     }
   }
 };
+template <>
+struct WholeBlock<formats::Q4_K> : FourBits<16, false> {};
+template <>
+struct WholeBlock<formats::Q5_K> : FourBits<48, true> {};
 
 template <>
 struct WholeBlock<formats::Q6_K> {
@@ -264,6 +315,52 @@ struct WholeBlock<formats::Q6_K> {
                              static_cast<float>(total[2 * i + 1]));
       sums[i] = scale * (d * sum);
     }
+  }
+};
+
+template <>
+struct WholeBlock<formats::Q5_1> {
+  using T = WholeTokens<formats::Q5_1>;
+
+  // Four bits of each byte, and the fifth ones of four neighbours.
+  static __device__ __forceinline__ unsigned codes(unsigned four, unsigned fifth) {
+    return four & 0x0f0f0f0fu | (fifth & 15) * 0x02040810u & 0x10101010u;
+  }
+
+  static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
+                                                  const int (&at)[Tile::ROWS],
+                                                  const std::uint8_t* tokens, int room, int lane,
+                                                  float (&sums)[2]) {
+    const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
+    const int p = lane & 3, token = p < room ? p : 0;
+    const std::uint8_t* own = tokens + token * T::PER_TOKEN;
+    sums[0] = sums[1] = 0.0f;
+#pragma unroll 2
+    for (int group = 0; group < 8; ++group) {
+      unsigned a[2][2], heads[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const std::uint8_t* block = memory + at[i] + 24 * group;
+        const uint2 head = *reinterpret_cast<const uint2*>(block);
+        const unsigned word = *reinterpret_cast<const unsigned*>(block + 8 + 4 * p);
+        heads[i] = head.x;
+        a[i][0] = codes(word, head.y >> 4 * p);
+        a[i][1] = codes(word >> 4, head.y >> 16 >> 4 * p);
+      }
+      const uint2 b = *reinterpret_cast<const uint2*>(column + 64 * group);
+      int c[4] = {};
+      mma_bytes_32(c, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
+      const float all = reinterpret_cast<const float*>(own + T::SUMS)[group];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 factor = half_values(heads[i]);
+        sums[i] = fmaf(factor.x, static_cast<float>(256 * c[2 * i] + c[2 * i + 1]), sums[i]);
+        sums[i] = fmaf(factor.y, all, sums[i]);
+      }
+    }
+    const float scale = *reinterpret_cast<const float*>(own + T::SCALE);
+    sums[0] *= scale;
+    sums[1] *= scale;
   }
 };
 #endif

@@ -39,7 +39,7 @@ struct Ring {
   // row: a tile's first. The copy is not committed.
   static __device__ __forceinline__ void begin(const Raw& raw, std::uint8_t* place,
                                                const std::uint8_t* row, int chunk, int row_bytes) {
-    if constexpr (IS_WHOLE<F>)  // rows are whole chunks
+    if constexpr (IS_K<F>)
       raw.begin_whole(place, row + chunk * BYTES);
     else
       raw.begin(place, row + chunk * BYTES, row_bytes - chunk * BYTES);
@@ -51,7 +51,7 @@ struct Ring {
   };
   static __device__ __forceinline__ Held load(const float* row, int k, int chunk, int lane) {
     Held held;
-    if constexpr (IS_WHOLE<F>) Whole::load(row, chunk * COLUMNS, lane, held.a, held.b);
+    if constexpr (IS_WHOLE<F>) Whole::load(row, chunk * COLUMNS, k, lane, held.a, held.b);
     return held;
   }
   static __device__ __forceinline__ void put(const Held& held, std::uint8_t* slot, int room,
