@@ -146,6 +146,7 @@ def _remedies(
         "-np 1": change(options, slots=1),
         "-b 128": change(options, batch_tokens=min(128, options.batch_tokens)),
         "--fit on": change(options, fit=True),
+        "--kv-split positions": change(options, kv_split="positions"),
         "no -ts": change(options, tensor_split=[]),
         "no --no-mmap": change(options, no_mmap=False),
         "--ngram-table mapped": change(options, overrides=["ngram=mapped", *options.overrides]),

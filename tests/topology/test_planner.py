@@ -191,6 +191,21 @@ def test_largest_context_is_the_largest() -> None:
         plan(spec, gguf, there, CUDA, msgspec.structs.replace(options, context=largest + 64))
 
 
+def test_positions_that_are_shared_out_leave_room_for_more() -> None:
+    """Four KV heads on six cards: two cards keep two of them, or each a sixth of all positions."""
+    gguf, there = header("qwen35-27b-q8"), computer("ac922-6xv100-16gb")
+    spec, backend = spec_of(gguf), msgspec.structs.replace(CUDA, splits_positions=True)
+    options = Options(split_mode="tensor", fit=False, vram_bytes=[10 << 30], slots=2)
+    split = msgspec.structs.replace(options, kv_split="positions")
+    heads, positions = (largest_context(spec, gguf, there, backend, o) for o in (options, split))
+    assert positions > 2.5 * heads
+    wanted = msgspec.structs.replace(options, context=2 * heads)
+    with pytest.raises(PlanError, match="or --kv-split positions"):
+        plan(spec, gguf, there, backend, wanted)
+    with pytest.raises(PlanError, match="the cuda backend cannot do that yet"):
+        plan(spec, gguf, there, CUDA, msgspec.structs.replace(wanted, kv_split="positions"))
+
+
 def test_blocks_that_predict_next_tokens_take_nothing() -> None:
     with Gguf.open(MINI / "qwen35-mtp" / "model-f16.gguf") as gguf:
         found = plan(spec_of(gguf), gguf, computer("laptop"), CPU, Options())
