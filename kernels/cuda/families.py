@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from voltapile.kernels.cuda import delta, experts, mixes, sparse, streams
+from voltapile.kernels.cuda import delta, experts, gemm, mixes, sparse, streams
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared, places_of
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.matmul import Policy
@@ -37,6 +37,10 @@ class Host(Launcher, Protocol):
     def prompt_policy(self) -> Policy: ...
 
     def linear(self, x: DeviceArray, weight: Weight) -> DeviceArray: ...
+
+    def linears(
+        self, x: DeviceArray, weights: Sequence[Weight], biases: Sequence[Weight | None]
+    ) -> tuple[DeviceArray, ...]: ...
 
     def rows_alone(self, x: DeviceArray) -> int | None:
         """So many first rows must have the bits that they have alone; None: all."""
@@ -134,7 +138,7 @@ class CudaFamilies:
             outs = self.scratch((len(x), width)), injects
             mixes.stream_in(self, x, before, mix, outs, eps)
             return outs
-        h, inject = stream_in(self, x, before, mix, width, eps)  # type: ignore[arg-type]
+        h, inject = _stream_prompt(self, x, before, mix, width, eps)
         first = h[:alone], None if inject is None else inject[:alone]
         mixes.stream_in(self, x[:alone], None, mix, first, eps)
         return h, inject
@@ -241,6 +245,30 @@ class CudaFamilies:
                 values = np.ascontiguousarray(source[at : at + array.nbytes]).view(array.dtype)
                 self.upload(array, values.reshape(array.shape))
                 at += array.nbytes
+
+
+def _stream_prompt(
+    ops: Host,
+    x: DeviceArray,
+    before: tuple[DeviceArray, DeviceArray] | None,
+    mix: MixWeights,
+    width: int,
+    eps: float,
+) -> tuple[DeviceArray, DeviceArray | None]:
+    """families.stream_in for many rows, but that the gate is taken as the product leaves it."""
+    if before is not None:
+        streams.stream_add_(ops, x, *before)
+    h = streams.stream_norm(ops, x, _own(mix.norm), width, eps)
+    weights = [mix.down] if mix.inject is None else [mix.down, mix.inject]
+    low, *inject = ops.linears(h, weights, [None] * len(weights))
+    low, up = streams.silu_(ops, low, width / x.shape[1]), _own(mix.up)
+    is_fused = ops.prompt_policy.way(len(x)) == "fused"
+    gate, scales = None, None
+    if gemm.fits([up], up.shape[1], is_fused):
+        halves = gemm.halves_of(ops, low, [up])[gemm.is_natural(up)]
+        gate, scales = gemm.sums(ops, halves, up, is_fused), halves.scales
+    gate = ops.linear(low, up) if gate is None else gate
+    return streams.stream_mix(ops, h, gate, width, scales), inject[0] if inject else None
 
 
 def _own(weight: Weight) -> CudaWeight:

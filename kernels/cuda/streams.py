@@ -58,14 +58,23 @@ def stream_norm(
     return out
 
 
-def stream_mix(ops: Launcher, x: DeviceArray, gate: DeviceArray, width: int) -> DeviceArray:
+def stream_mix(
+    ops: Launcher,
+    x: DeviceArray,
+    gate: DeviceArray,
+    width: int,
+    scales: DeviceArray | None = None,
+) -> DeviceArray:
+    """scales [T]: what gate is to be multiplied by."""
     assert x.shape == gate.shape, (x, gate)
+    assert scales is None or scales.shape == x.shape[:1], (scales, x)
     assert len(x) <= MAX_TOKENS, x
     out = ops.scratch((len(x), width))
     if x.size:
         numbers = np.int32(width), np.int32(x.shape[1] // width)
         grid = _groups(width, 256), len(x)
-        ops.kernel(MIX)(grid, 256, (x.ptr, gate.ptr, out.ptr, *numbers))
+        factors = 0 if scales is None else scales.ptr
+        ops.kernel(MIX)(grid, 256, (x.ptr, gate.ptr, factors, out.ptr, *numbers))
     return out
 
 

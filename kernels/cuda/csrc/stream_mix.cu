@@ -29,18 +29,22 @@ stream_norm(const float* x, const float* weight, float* out, int width, int coun
   for (int i = threadIdx.x; i < width; i += blockDim.x) out[i] = x[i] * factor * weight[i];
 }
 
-// grid: (width / 256, tokens). out [tokens][width]: the mean over streams of x * sigmoid(gate)
-extern "C" __global__ void stream_mix(const float* x, const float* gate, float* out, int width,
-                                      int count) {
+// grid: (width / 256, tokens). out [tokens][width]: the mean over streams of x * sigmoid(gate), or of
+// gate * scales[token] where those are sums of a product of many rows.
+extern "C" __global__ void stream_mix(const float* __restrict__ x, const float* __restrict__ gate,
+                                      const float* __restrict__ scales, float* __restrict__ out,
+                                      int width, int count) {
   grid_launch();
   grid_wait();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= width) return;
   const long long token = blockIdx.y;
+  const float scale = scales != nullptr ? scales[token] : 1.0f;
   float sum = 0.0f;
+#pragma unroll 4
   for (int s = 0; s < count; ++s) {
     const long long at = (token * count + s) * width + i;
-    sum += x[at] * sigmoid(gate[at]);
+    sum += x[at] * sigmoid(gate[at] * scale);
   }
   out[token * width + i] = sum / count;
 }
