@@ -334,7 +334,7 @@ inline int block_bytes;
 // memory.
 template <class... P>
 int launch(void (*kernel)(P...), int grid_x, int grid_y, int threads, int shared_bytes,
-           void** args, int together) {
+           void** args, int together = 1) {
   block_bytes = (shared_bytes + 127) / 128 * 128;
   shared_bytes = together > 1 ? together * block_bytes : shared_bytes;
   if (shared_bytes > SHARED_BYTES) return 1;
