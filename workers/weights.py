@@ -142,6 +142,8 @@ class FileWeights:
         kind = kinds.pop() if len(kinds) == 1 else "F32"
         columns = self.gguf.tensors[names[0]].shape[1]
         weight = self._made(np.concatenate(pieces), kind, columns)
+        for name in names if self.is_uploaded or self.pages is not None else ():
+            self.gguf.forget(name)
         self._count(weight)
         return weight
 

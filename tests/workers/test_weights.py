@@ -59,6 +59,29 @@ def test_a_missing_tensor_is_named(mini: Path) -> None:
         assert weights.fused("blk.0.attn_qkv.weight") == ()
 
 
+def test_tensors_are_stacked(mini: Path) -> None:
+    ops, blk = ReferenceOps(), "blk.0.attn"
+    with Gguf.open(mini / "llama/model-f16.gguf") as file:
+        spec = spec_of(file)
+        weights = FileWeights(file, ops, spec, whole(spec))
+        k, v = (weights(f"{blk}_{name}.weight") for name in "kv")
+        parts = [ops.dense(each) for each in (k, v)]
+        names = f"{blk}_k.weight", f"{blk}_v.weight"
+        found = weights.stacked(names)
+        assert found.type_name == "F16"  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(ops.dense(found), np.concatenate(parts))
+        with pytest.raises(ValueError, match="ssm_alpha"):
+            weights.stacked((names[0], "blk.0.ssm_alpha.weight"))
+    with Gguf.open(mini / "qwen3moe/model-f16.gguf") as file:
+        spec = spec_of(file)
+        weights = FileWeights(file, ops, spec, whole(spec))
+        names = f"{blk}_k.weight", "blk.0.ffn_gate_inp.weight"
+        found = weights.stacked(names)
+        assert found.type_name == "F32"  # type: ignore[attr-defined]
+        expected = np.concatenate([ops.dense(weights(name)) for name in names])
+        np.testing.assert_array_equal(ops.dense(found), expected)
+
+
 def test_a_fused_projection_is_cut(mini: Path, tmp_path: Path) -> None:
     ops = ReferenceOps()
     path = tmp_path / "fused.gguf"
