@@ -254,7 +254,13 @@ class FamilyOps(Ops, Protocol):
     def restore_states(self, states: Sequence[Any], slot: int, source: np.ndarray) -> None: ...
 
 
-def add_shared(ops: FamilyOps, x: Array, shared: SharedExpert, add_to: Array | None) -> Array:
+class GatedOps(Ops, Protocol):
+    """What add_shared needs."""
+
+    def gate_rows_(self, y: Array, x: Array, weight: Weight) -> Array: ...
+
+
+def add_shared(ops: GatedOps, x: Array, shared: SharedExpert, add_to: Array | None) -> Array:
     """The shared expert alone, by other Ops."""
     inner = ops.glu(x, shared.gate, shared.up, "silu")
     if shared.router is not None:
