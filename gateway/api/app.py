@@ -23,6 +23,7 @@ from voltapile.gateway.api.messages import count_tokens, messages
 from voltapile.gateway.api.models import get_model, list_models
 from voltapile.gateway.api.native import completion
 from voltapile.gateway.api.openapi import openapi
+from voltapile.gateway.api.options import NO_DEFAULTS, Defaults
 from voltapile.gateway.api.page import PREFIX, add_page
 from voltapile.gateway.api.props import apply_template, props, slots
 from voltapile.gateway.api.services import SERVICES, Services, given_key
@@ -47,13 +48,15 @@ def make_app(
     plan: Plan,
     *,
     api_keys: Iterable[str] = (),
+    defaults: Defaults = NO_DEFAULTS,
     metrics: bool = True,
     webui: bool = True,
     max_body_bytes: int = MAX_BODY_BYTES,
     keepalive_seconds: float = 15.0,
     write_seconds: float = 60.0,
 ) -> web.Application:
-    """The application. metrics, webui: whether /metrics and the page at / exist."""
+    """The application. defaults: of sampling. metrics, webui: whether /metrics and the page at /
+    exist."""
     app = web.Application(
         middlewares=[_observe, error_middleware, _allow_origins, _authorise],
         client_max_size=max_body_bytes,
@@ -65,6 +68,7 @@ def make_app(
         plan=plan,
         grammars=Grammars(tokenizer),
         metrics=Metrics(engine.stats, lambda: engine.memory),
+        defaults=defaults,
         api_keys=tuple(api_keys),
         keepalive_seconds=keepalive_seconds,
         write_seconds=write_seconds,

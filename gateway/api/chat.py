@@ -84,7 +84,8 @@ def _event(index: int, delta: dict[str, Any], finish: str | None) -> dict[str, A
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_body(request)
-    chat = await off_loop(len(body), chat_request, body, services.tokenizer.vocab_size)
+    known = services.tokenizer.vocab_size, services.defaults
+    chat = await off_loop(len(body), chat_request, body, *known)
     asked = await conversation(services, chat)
     reading, client = asked.reading, client_of(request)
     bounds = await bounds_of(services, chat.options, reading)

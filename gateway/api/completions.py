@@ -39,7 +39,8 @@ def _choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
 async def completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_body(request)
-    asked = await off_loop(len(body), completion_request, body, services.tokenizer.vocab_size)
+    known = services.tokenizer.vocab_size, services.defaults
+    asked = await off_loop(len(body), completion_request, body, *known)
     prompts = await completion_prompts(services, asked)
     echoes = _echoes(services, asked.prompts, prompts) if asked.echo else None
     bounds = await bounds_of(services, asked.options)

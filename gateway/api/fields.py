@@ -29,6 +29,13 @@ class Fields:
             raise bad_request(f"the body is {kind(value)}, not a JSON object")
         return cls(value)
 
+    def over(self, defaults: Mapping[str, Any]) -> Fields:
+        """With `defaults` where a field is absent or null."""
+        if not defaults:
+            return self
+        given = {name: value for name, value in self.values.items() if value is not None}
+        return Fields({**defaults, **given}, self._prefix)
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name)
         if value is None:

@@ -55,8 +55,9 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 async def _read(request: web.Request) -> ChatRequest:
     body = await read_body(request)
-    vocab_size = request.app[SERVICES].tokenizer.vocab_size
-    return await off_loop(len(body), messages_request, body, vocab_size)
+    services = request.app[SERVICES]
+    known = services.tokenizer.vocab_size, services.defaults
+    return await off_loop(len(body), messages_request, body, *known)
 
 
 async def _streamed(

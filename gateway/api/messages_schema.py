@@ -11,7 +11,7 @@ from typing import Any
 
 from voltapile.gateway.api.errors import ApiError, bad_request
 from voltapile.gateway.api.fields import Fields, kind
-from voltapile.gateway.api.options import UNLIMITED, read_options
+from voltapile.gateway.api.options import NO_DEFAULTS, UNLIMITED, Defaults, read_options
 from voltapile.gateway.api.schema import ChatRequest
 from voltapile.gateway.api.tools import ToolUse, tool_use
 
@@ -22,7 +22,7 @@ TAKEN = ("max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "strea
          "seed", "min_p", "cache_prompt", "ignore_eos")  # fmt: skip
 
 
-def messages_request(body: bytes, vocab_size: int) -> ChatRequest:
+def messages_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
     fields = Fields.parse(body)
     thinking = fields.object("thinking")
     thinks = _thinks(thinking)
@@ -31,7 +31,11 @@ def messages_request(body: bytes, vocab_size: int) -> ChatRequest:
         thinking.number("budget_tokens", -1, -1, 2**31)  # or the error has another name
         taken["reasoning_budget"] = thinking.integer("budget_tokens")
     options = read_options(
-        Fields(taken), default_tokens=UNLIMITED, logprobs=-1, vocab_size=vocab_size
+        Fields(taken),
+        default_tokens=UNLIMITED,
+        logprobs=-1,
+        vocab_size=vocab_size,
+        defaults=defaults,
     )
     if fields.values.get("stop_sequences") is not None:
         fields.list("stop_sequences")

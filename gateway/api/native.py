@@ -27,7 +27,8 @@ from voltapile.gateway.tokenizer import Tokenizer
 async def completion(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_body(request)
-    asked = await off_loop(len(body), native_request, body, services.tokenizer.vocab_size)
+    known = services.tokenizer.vocab_size, services.defaults
+    asked = await off_loop(len(body), native_request, body, *known)
     prompts = await off_loop(len(body), _encoded, services.tokenizer, asked.prompts)
     prompts = [checked(ids, services.plan.context, "prompt") for ids in prompts]
     bounds = await bounds_of(services, asked.options)

@@ -11,7 +11,7 @@ from typing import Any
 
 from voltapile.gateway.api.errors import bad_request
 from voltapile.gateway.api.fields import Fields, kind
-from voltapile.gateway.api.options import UNLIMITED, Options, read_options
+from voltapile.gateway.api.options import NO_DEFAULTS, UNLIMITED, Defaults, Options, read_options
 from voltapile.gateway.api.schema import MAX_PROMPTS, token_id
 from voltapile.workers.protocol import MAX_LOGPROBS
 
@@ -46,7 +46,7 @@ class NativeRequest:
     body_bytes: int
 
 
-def native_request(body: bytes, vocab_size: int) -> NativeRequest:
+def native_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS) -> NativeRequest:
     fields = Fields.parse(body)
     for name, neutral in REFUSED.items():
         value = fields.values.get(name)
@@ -54,7 +54,7 @@ def native_request(body: bytes, vocab_size: int) -> NativeRequest:
             raise bad_request(f"'{name}' is not supported", name, "unsupported_parameter")
     prompts, is_list = native_prompts(fields.values.get("prompt"), vocab_size)
     options = read_options(
-        Fields(_renamed(fields)),
+        Fields(_renamed(fields.over(defaults))),
         default_tokens=UNLIMITED,
         least_tokens=0,
         logprobs=_probabilities(fields),

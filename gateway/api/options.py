@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from voltapile.gateway.api.errors import bad_request
 from voltapile.gateway.api.fields import Fields, kind
+from voltapile.gateway.api.samplers import obeyed
 from voltapile.gateway.api.structured import Constraint, constraint
 from voltapile.workers.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
@@ -24,6 +25,9 @@ MAX_CHOICES = 16
 MAX_BIAS = 100.0
 NEVER = -math.inf  # llama-server's false
 UNLIMITED = -1
+
+Defaults = Mapping[str, float]  # of sampling, by field, as the server was told at its start
+NO_DEFAULTS: Defaults = {}
 
 # name -> values that change nothing, beside null. Anything else is refused.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -81,10 +85,17 @@ class Options:
 
 
 def read_options(
-    fields: Fields, *, default_tokens: int, logprobs: int, vocab_size: int, least_tokens: int = 1
+    fields: Fields,
+    *,
+    default_tokens: int,
+    logprobs: int,
+    vocab_size: int,
+    least_tokens: int = 1,
+    defaults: Defaults = NO_DEFAULTS,
 ) -> Options:
     """logprobs: see chat_logprobs and completion_logprobs. Raises a 400 that names the field."""
     _refuse_unsupported(fields)
+    fields = obeyed(fields.over(defaults))
     stream_options = fields.object("stream_options")
     return Options(
         max_tokens=_max_tokens(fields, default_tokens, least_tokens),

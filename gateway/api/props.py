@@ -21,7 +21,7 @@ from voltapile.workers.protocol import Sampling
 
 async def props(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
-    settings = {"params": _default_settings(), "n_ctx": services.plan.context}
+    settings = {"params": _default_settings(services), "n_ctx": services.plan.context}
     template = services.template
     body = {
         "default_generation_settings": settings,
@@ -83,14 +83,15 @@ def _slot(services: Services, index: int, generation: Generation | None) -> dict
     return state
 
 
-def _default_settings() -> dict[str, Any]:
+def _default_settings(services: Services) -> dict[str, Any]:
     """Of /completion, as llama-server's clients read them."""
+    defaults = {**DEFAULTS, **services.defaults}
     sampling = Sampling(
-        temperature=DEFAULTS["temperature"],
-        top_k=DEFAULTS["top_k"],
-        top_p=DEFAULTS["top_p"],
-        min_p=DEFAULTS["min_p"],
-        penalty_window=DEFAULTS["repeat_last_n"],
+        temperature=defaults["temperature"],
+        top_k=defaults["top_k"],
+        top_p=defaults["top_p"],
+        min_p=defaults["min_p"],
+        penalty_window=defaults["repeat_last_n"],
     )
     settings = generation_settings(sampling, None, 0)
     return settings | {"seed": -1, "max_tokens": -1, "n_predict": -1, "ignore_eos": False}

@@ -12,7 +12,9 @@ from typing import Any
 from voltapile.gateway.api.errors import bad_request
 from voltapile.gateway.api.fields import Fields, kind
 from voltapile.gateway.api.options import (
+    NO_DEFAULTS,
     UNLIMITED,
+    Defaults,
     Options,
     chat_logprobs,
     completion_logprobs,
@@ -47,7 +49,7 @@ class CompletionRequest:
     body_bytes: int
 
 
-def chat_request(body: bytes, vocab_size: int) -> ChatRequest:
+def chat_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
     fields = Fields.parse(body)
     _check_ignored(fields)
     options = read_options(
@@ -55,6 +57,7 @@ def chat_request(body: bytes, vocab_size: int) -> ChatRequest:
         default_tokens=UNLIMITED,
         logprobs=chat_logprobs(fields),
         vocab_size=vocab_size,
+        defaults=defaults,
     )
     given = fields.list("messages")
     if not given:
@@ -74,7 +77,9 @@ def chat_request(body: bytes, vocab_size: int) -> ChatRequest:
     )
 
 
-def completion_request(body: bytes, vocab_size: int) -> CompletionRequest:
+def completion_request(
+    body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS
+) -> CompletionRequest:
     fields = Fields.parse(body)
     _check_ignored(fields)
     echo = fields.flag("echo")
@@ -84,6 +89,7 @@ def completion_request(body: bytes, vocab_size: int) -> CompletionRequest:
         least_tokens=0 if echo else 1,
         logprobs=completion_logprobs(fields),
         vocab_size=vocab_size,
+        defaults=defaults,
     )
     prompts = prompt_list(fields.values.get("prompt"), "prompt", MAX_PROMPTS, vocab_size)
     if len(prompts) * options.n > MAX_PROMPTS:

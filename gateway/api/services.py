@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiohttp import web
 from voltapile.gateway.api.errors import ApiError
+from voltapile.gateway.api.options import Defaults
 from voltapile.gateway.engine import Engine
 from voltapile.gateway.grammar import Grammars
 from voltapile.gateway.metrics import Metrics
@@ -40,6 +41,7 @@ class Services:
     plan: Plan
     metrics: Metrics
     grammars: Grammars
+    defaults: Defaults = field(default_factory=dict)  # of sampling, where a request names none
     api_keys: tuple[str, ...] = ()
     keepalive_seconds: float = 15.0  # an SSE comment after so long without an event
     write_seconds: float = 60.0  # a client that takes nothing for so long is gone

@@ -9,9 +9,8 @@ import math
 from typing import Any
 
 from voltapile.gateway.api.options import Options
+from voltapile.gateway.api.samplers import ORDER
 from voltapile.workers.protocol import Sampling
-
-ORDER = ["penalties", "top_k", "top_p", "min_p", "temperature"]
 
 
 def generation_settings(

@@ -19,6 +19,36 @@ async def test_props(client):
     assert body["modalities"] == {"vision": False, "audio": False}
 
 
+async def test_the_order_that_is_told_is_the_one_that_is_taken(client, post):
+    _, body = await get(client, "/props")
+    params = body["default_generation_settings"]["params"]
+    assert params["samplers"] == ["penalties", "temperature", "top_k", "top_p", "min_p"]
+    wanted = ("samplers", "temperature", "top_k", "top_p", "min_p")
+    told = {name: params[name] for name in wanted}
+    status, answer = await post("/completion", {"prompt": "a", "n_predict": 1, **told})
+    assert status == 200
+    assert {name: answer["generation_settings"][name] for name in wanted} == told
+
+
+async def test_defaults_of_the_server(serve, engine):
+    client = await serve(defaults={"temperature": 0.25, "top_k": 7})
+    _, body = await get(client, "/props")
+    params = body["default_generation_settings"]["params"]
+    assert (params["temperature"], params["top_k"], params["min_p"]) == (0.25, 7, 0.05)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    text = {"prompt": "hi", "max_tokens": 1}
+    bodies = {"chat/completions": chat, "completions": text, "messages": chat}
+    for path, asked in bodies.items():
+        for values in ({}, {"temperature": 0, "top_k": None}):
+            async with client.post(f"/v1/{path}", json=asked | values) as response:
+                assert response.status == 200, path
+    async with client.post("/completion", json=text | {"top_k": 3}) as response:
+        assert response.status == 200
+    drawn = [(each.temperature, each.top_k) for each in engine.sampling]
+    assert drawn == [(0.25, 7), (0, 7)] * 3 + [(0.25, 3)]
+    assert engine.sampling[0].min_p == 0  # as without such an option
+
+
 async def test_idle_slots(client):
     status, body = await get(client, "/slots")
     assert status == 200
