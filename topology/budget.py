@@ -83,6 +83,8 @@ def choose_context(
             warnings.append(f"-c {context} is more than the trained context of {spec.context}")
     else:
         context = min(spec.context, max(beside_file, least))
+        if context < spec.context:
+            warnings.append(_less_than_trained(spec, budget, context, beside_file))
     if context > budget.largest:
         raise ShortageError(_shortage(budget, context))
     if context > beside_file:
@@ -97,6 +99,19 @@ def choose_context(
 
 def show(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _less_than_trained(spec: Spec, budget: Budget, context: int, beside_file: int) -> str:
+    """Why a context that nobody asked for is that small."""
+    text = f"the context is {context} of the {spec.context} trained tokens for lack of memory"
+    larger = min(spec.context, budget.largest)
+    if larger <= context or context > beside_file:  # of which another warning tells
+        return text
+    mapped = max(pool.mapped for pool in budget.pools)
+    return (
+        f"{text}; up to -c {larger} would fit, but then the model's {show(mapped)} do not stay in "
+        "memory beside it, and parts are read from disk again and again"
+    )
 
 
 def _shortage(budget: Budget, context: int) -> str:

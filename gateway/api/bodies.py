@@ -89,6 +89,9 @@ class Generating(Sampled, kw_only=True):
     n_predict: Limit | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     stop_sequences: list[Stop] | None = None
+    samplers: Annotated[list[str] | str, Meta(description="in an order that is obeyed")] | None = (
+        None
+    )
     repeat_penalty: Penalised = None
     repetition_penalty: Penalised = None
     repeat_last_n: Annotated[int, Meta(ge=-1, description="-1: all tokens")] | None = None

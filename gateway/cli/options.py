@@ -221,6 +221,13 @@ class Inputs:
 
         return plan(self.spec, self.gguf, self.machine, self.backend, self.options)
 
+    @property
+    def trained_context(self) -> int:
+        """What the model reaches, options of its rope included."""
+        from voltapile.topology.choices import as_chosen, chosen
+
+        return as_chosen(self.spec, chosen(self.options)).context
+
     def largest_context(self, ranks: int) -> int:
         """On so many ranks."""
         from voltapile.topology.planner import largest_context

@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     computer = seen(inputs.machine, inputs.backend, inputs.options)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
-    console.print(plan_tables.settings(plan, computer, inputs.largest_context(len(plan.ranks))))
+    reach = inputs.largest_context(len(plan.ranks)), inputs.trained_context
+    console.print(plan_tables.settings(plan, computer, *reach))
     margin = inputs.options.margin_bytes
     console.print(plan_tables.ranks(plan))
     console.print(plan_tables.memory(plan, computer, margin))

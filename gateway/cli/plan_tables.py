@@ -33,8 +33,8 @@ MODES = {
 }
 
 
-def settings(plan: Plan, machine: Machine, largest: int) -> RenderableType:
-    """What the Plan decided."""
+def settings(plan: Plan, machine: Machine, largest: int, trained: int) -> RenderableType:
+    """What the Plan decided. largest, trained: contexts."""
     rank, count = plan.ranks[0], len(plan.ranks)
     alone = f"{rank.threads} thread(s) on node {rank.node}"
     spread = alone if count == 1 else f"{count} ranks, mode {plan.mode}: {MODES[plan.mode]}"
@@ -46,7 +46,7 @@ def settings(plan: Plan, machine: Machine, largest: int) -> RenderableType:
         "plan": plan.id,
         "machine": f"{machine.name}: {machine.cpu}, {len(machine.nodes)} node(s)",
         "backend": f"{plan.backend}, {spread}",
-        "context": f"{plan.context} tokens for one request; the largest that fits: {largest}",
+        "context": f"{plan.context} tokens for one request; {_reach(largest, trained)}",
         "slots": f"{plan.slots} requests at once, {ahead} up to {plan.batch_tokens} tokens",
         "endpoint": plan.endpoint,
     }
@@ -61,6 +61,13 @@ def settings(plan: Plan, machine: Machine, largest: int) -> RenderableType:
     for name, text in rows.items():
         table.add_row(name, text)
     return table
+
+
+def _reach(largest: int, trained: int) -> str:
+    """How far a context could go: memory may hold more than the model can use."""
+    if largest <= trained:
+        return f"the largest that fits: {largest}"
+    return f"trained: {trained}; memory holds {largest} (--rope-scaling yarn)"
 
 
 def ranks(plan: Plan) -> RenderableType:

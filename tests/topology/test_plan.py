@@ -145,6 +145,11 @@ def test_context_shrinks_to_what_fits(gguf: Gguf, spec: Spec, laptop: Machine) -
     memory = found.ranks[0].memory
     assert sum(memory.values()) + MARGIN + gguf.tensor_bytes <= small.available_bytes
     largest = largest_context(spec, gguf, small, BACKEND, Options())
+    (warning,) = found.warnings
+    assert f"{found.context} of the 4096 trained tokens for lack of memory" in warning
+    assert f"up to -c {min(4096, largest)} would fit, but then the model's 0.9 MiB do not" in warning
+    chosen = plan(spec, gguf, small, BACKEND, Options(context=found.context))
+    assert chosen.warnings == []  # was asked for
     assert plan(spec, gguf, small, BACKEND, Options(context=largest)).context == largest
     with pytest.raises(PlanError, match="not enough memory"):
         plan(spec, gguf, small, BACKEND, Options(context=largest + 1))
@@ -174,7 +179,8 @@ def test_a_file_that_does_not_stay_in_memory(gguf: Gguf, spec: Spec, laptop: Mac
     tight = with_memory(laptop, fixed(ample) + MARGIN + 12 * PAGE)
     found = plan(spec, gguf, tight, BACKEND, Options())
     assert found.context == 512
-    assert "do not stay in memory" in found.warnings[0]
+    assert found.warnings[0].endswith("for lack of memory")
+    assert "do not stay in memory" in found.warnings[1]
     tiny = msgspec.structs.replace(laptop, memory_bytes=500_000)
     with pytest.raises(PlanError, match=r"tensors take 0.9 MiB, but this machine has 0.5 MiB"):
         plan(spec, gguf, tiny, BACKEND, Options())

@@ -115,7 +115,7 @@ def test_a_gpu_that_others_use_is_told_of() -> None:
     busy = msgspec.structs.replace(there.gpus[1], free_bytes=12 << 30)
     there = msgspec.structs.replace(there, gpus=[there.gpus[0], busy])
     gguf = header("qwen3-8b-q4km")
-    found = plan(spec_of(gguf), gguf, there, CUDA, Options(split_mode="tensor"))
+    found = plan(spec_of(gguf), gguf, there, CUDA, Options(split_mode="tensor", context=4096))
     assert found.warnings == [
         "GPU 1: 3.78 GiB of 15.78 GiB are taken by something else; end it, or leave this GPU out "
         "with --device"
@@ -139,10 +139,11 @@ def test_gpus_that_are_too_old_are_left_out() -> None:
 
 def test_a_node_that_is_too_small_for_its_ranks_is_told_of() -> None:
     """Three cards of one island, and 98 GB of experts: node 0 has 44."""
-    found = plan_for("ac922-6xv100-16gb", "qwen3-235b-a22b-q3k", devices=[0, 1, 2])
+    model = "qwen3-235b-a22b-q3k"
+    found = plan_for("ac922-6xv100-16gb", model, devices=[0, 1, 2], context=4096)
     (warning,) = found.warnings
     assert warning.startswith("node 0 has 44.00 GiB free for ")
-    assert usual("ac922-6xv100-16gb", "qwen3-235b-a22b-q3k").warnings == []
+    assert plan_for("ac922-6xv100-16gb", model, context=4096).warnings == []
 
 
 def test_memory_that_the_user_knows_better() -> None:

@@ -31,6 +31,18 @@ def test_table_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning: -c 5000 is more than the trained context of 4096" in out
 
 
+def test_no_context_is_offered_that_the_model_does_not_reach(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machine = ["--machine", str(DATA / "machines" / "two-sockets.json")]
+    assert main([*COMMAND, *machine]) == 0
+    assert "4096 tokens for one request; trained: 4096; memory holds " in capsys.readouterr().out
+    assert main([*COMMAND, "--host-memory", "518M"]) == 0
+    out = capsys.readouterr().out
+    assert "the largest that fits: " in out
+    assert "of the 4096 trained tokens for lack of memory" in out
+
+
 GPUS = ["--machine", str(DATA / "machines" / "ac922-6xv100-16gb.json"), "--backend", "cuda"]
 MOE = DATA / "golden-mini" / "qwen3moe" / "model-f16.gguf"
 
