@@ -18,7 +18,8 @@ ROUNDS = 32  # most of a Step
 
 
 class Flight(msgspec.Struct):
-    """left: rounds without a Result. is_held: they may be fewer, as a Hold has left behind it."""
+    """load: of its next round. left: rounds without a Result. is_held: they may be fewer, as a Hold
+    has left behind it."""
 
     step: int
     load: Load
@@ -48,14 +49,16 @@ class Flight(msgspec.Struct):
         self.is_held = True
         return Hold(step=self.step)
 
-    def answered(self, result: Result) -> None:
-        """One round has a Result; those that do not follow are taken back."""
+    def answered(self, result: Result) -> Load:
+        """One round has a Result; those that do not follow are taken back. Returns what it did."""
         lost = self.left - 1 - result.left
         if result.left < 0 or lost < 0:
             raise ProtocolError(f"{result.left} rounds left where {self.left - 1} are at most")
         if lost:
             self.add(-lost)
         self.left -= 1
+        done, self.load = self.load, Load(len(self.sampling))  # of prompts only the first has any
+        return done
 
 
 def spare_rounds(requests: Iterable[Request], block: int) -> int:

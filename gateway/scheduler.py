@@ -195,10 +195,9 @@ class Scheduler:
                 if not row.tokens and not row.finish:
                     raise ProtocolError(f"no token for slot {slot}, which had not finished")
                 live.append((request, row))
-        flight.answered(result)
+        self.budget.costs.observe(flight.answered(result), result.seconds)
         if not flight.left:
             self.in_flight.popleft()
-            self.budget.costs.observe(flight.load, result.seconds)
         chunks = []
         for request, row in live:
             if (chunk := self._receive(request, row)) is not None:

@@ -1158,6 +1158,21 @@ def test_rounds_that_are_under_way_are_waited_for() -> None:
     world.run()
 
 
+def test_each_round_costs_what_it_took() -> None:
+    """The prompt is in the first one only."""
+    world = World(make_plan(context=256, pages=(80,), page_tokens=(64,), batch_tokens=256))
+    timed(world, 0.02, 1e-3, 0.0)
+    world.add(prompt_of(100), max_position=120)
+    assert world.send()
+    assert world.sent[0].rounds > 1
+    while not world.finish:
+        world.work(), world.receive()
+    costs = world.scheduler.budget.costs
+    assert costs.base(1) == pytest.approx(0.02)
+    assert costs.piece(0, 100) == pytest.approx(0.12), "what cannot be told apart is the prompt's"
+    world.run()
+
+
 def test_a_hold_may_come_too_late() -> None:
     world, _ = lonely(7)
     assert world.work()
