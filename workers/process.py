@@ -205,8 +205,9 @@ class Worker:
         self.connected_at = time.monotonic()  # a patience that begins now
         self.board.publish(self.rank, "ready", "ready", 1.0)
         self.notifier.ready("ready")
-        mode = "ab" if self.is_spawned else "wb"  # a supervisor's goes on with its forerunner's
-        self.log = resources.enter_context(self.record.open(mode)) if self.record else None
+        # A supervisor's log goes on with its forerunner's.
+        log = self.record.open("ab" if self.is_spawned else "wb") if self.record else None
+        self.log = log and resources.enter_context(log)
         self._note(self._ready())
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)

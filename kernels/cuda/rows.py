@@ -21,7 +21,7 @@ FORMATS: tuple[str, ...] = tuple(
 # positions, page tables and older keys and values as soon as they start.
 EMBED = {
     name: Instance("embed.cu", "embed", (("FORMAT", name),), True)
-    for name in (*FORMATS, *REPACKED.values())
+    for name in (*(each for each in FORMATS if each not in REPACKED), *REPACKED.values())
 }
 NORM_ROWS = Instance("norm.cu", "rms_norm_rows", (("HELD", "2"),), waits=True)
 NORM_LONG = Instance("norm.cu", "rms_norm_rows", (("HELD", "4"),), waits=True)

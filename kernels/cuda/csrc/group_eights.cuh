@@ -1,8 +1,9 @@
 // How a thread's eight floats of a piece travel to another rank, and how they are read and written.
 //
-// Plain: as they are, 32 bytes. Eights: in 16, as integers of 14 bits, one power of two for all eight,
-// and a flag, so that a reader may poll. None is off by more than 2^-13 of the largest; a half keeps 11
-// bits of each value. The range is a float's. What is not finite makes all eight NaNs. Only sums over prompt rows may take eights, since bits then depend on how many rows there are.
+// Plain: as they are, 32 bytes. Eights: in 16, as integers of 14 bits, one power of two for all
+// eight, and a flag, so that a reader may poll. None is off by more than 2^-13 of the largest; a half
+// keeps 11 bits of each value. The range is a float's. What is not finite makes all eight NaNs. Only
+// sums over prompt rows may take eights, since bits then depend on how many rows there are.
 #pragma once
 #include "group_wires.cuh"
 

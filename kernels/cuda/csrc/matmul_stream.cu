@@ -35,7 +35,8 @@ struct Units {
     const Matrix found = matrix(unit);
     const int row = first_row_of(16 * (unit - before(unit)), found.rows);
     return static_cast<unsigned>(reinterpret_cast<std::uint64_t>(
-               sub ? all.matrices[1].weights : found.weights)) + row * row_bytes;
+               sub ? all.matrices[1].weights : found.weights)) +
+           static_cast<unsigned>(row) * row_bytes;
   }
   __device__ __forceinline__ Matrix matrix(int unit) const {
     Matrix found = all.matrices[0];

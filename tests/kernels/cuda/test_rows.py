@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import rows, sampling
+from voltapile.kernels.cuda.chunks import REPACKED
 from voltapile.kernels.cuda.launch import CudaWeight
+from voltapile.kernels.cuda.repack import repacked
 from voltapile.kernels.ops import Batch, SlotState, StepOutput, slot_state, step_output
 from voltapile.kernels.reference.ops import ReferenceOps
 from voltapile.shm.formats import format_of
@@ -37,7 +39,9 @@ def true_vector(values: np.ndarray) -> Any:
     return REF.weight(values.view(np.uint8), "F32", values.shape)
 
 
-@pytest.mark.parametrize("type_name", ["F32", "F16", "Q4_K", "Q6_K", "Q8_0", "IQ2_XS", "MXFP4", "NVFP4"])
+@pytest.mark.parametrize(
+    "type_name", ["F32", "F16", "Q4_K", "Q6_K", "Q8_0", "IQ2_XS", "MXFP4", "NVFP4"]
+)
 def test_embed(ops: EmulatedOps, type_name: str) -> None:
     kind = format_of(type_name)
     rng = np.random.default_rng(0)
@@ -46,7 +50,10 @@ def test_embed(ops: EmulatedOps, type_name: str) -> None:
     if type_name == "F32":
         data = normal(0, 7, 512).view(np.uint8)
     tokens = np.array([6, 0, 0, 3], np.int32)
-    table = ops.weight(data.reshape(-1), type_name, (7, 512))
+    raw, stored = data.reshape(-1), REPACKED.get(type_name, type_name)
+    if stored != type_name:
+        raw = np.concatenate(list(repacked(raw, type_name)))
+    table = ops.weight(raw, stored, (7, 512))
     ours = ops.to_host(rows.embed(ops, table, ops.array(tokens), 1.5))
     theirs = REF.embed(REF.weight(data.reshape(-1), type_name, (7, 512)), tokens, 1.5)
     np.testing.assert_array_equal(ours, theirs)
