@@ -290,7 +290,7 @@ class Engine:
         if failed.cause == "gone" and self._supervisor is not None:
             return  # whose process that was sees how it has ended, and tells _keep_alive
         self._failure = " ".join(failed.reason.split()) or f"{name} failed without a reason"
-        if failed.step < 0 and not self._was_ready:
+        if failed.step < 0 and not self._was_ready and failed.cause != "stopped":
             self._give_up(self._failure)  # what cannot be loaded now cannot be loaded later
         else:
             self._lose(self._failure, KILL if failed.cause == "stopped" else FAULT)
@@ -303,7 +303,8 @@ class Engine:
             error = f"{reason} (at each try of this request)"
             self._end(request, Chunk(finish="error", error=error))
         self._crew.forget()
-        self._health = Health("loading", "restarting", 0.0, reason)
+        stage = UNHEARD if self._supervisor is None else "restarting"
+        self._health = Health("loading", stage, 0.0, reason)
 
     def _lose(self, reason: str, weight: int = FAULT) -> None:
         """The workers are of no use any more: running requests wait for the next ones."""

@@ -107,10 +107,14 @@ class Worker:
                 self.status = Status(self.board, self.plan, self.rank)
                 port = StatusPort(self.status, self.status_port)
                 self.status_port = resources.enter_context(port).port
-                resources.enter_context(self._heart())
+                log.info("/health and /metrics are at 127.0.0.1:%d", self.status_port)
+                resources.enter_context(signals.beating(self._beat, BEAT_SECONDS))
                 self._serve(resources)
         except StoppedError as reason:
             log.info("%s ends: %s", self.name, reason)
+            if not (self.is_asked or self.is_spawned or self.seat.others):
+                # The gateway does not see our process; of a group the other ranks tell it.
+                self._say_last(f"{self.name} was ended: {reason}", "stopped")
         except Exception as error:
             if isinstance(error, MET) or (isinstance(error, ValueError) and self.step_id < 0):
                 log.error("%s failed: %s", self.name, error)
@@ -132,11 +136,12 @@ class Worker:
         """Last words. While loading, whoever made the group fail says it, and nobody else."""
         if isinstance(error, GroupError) and self.step_id < 0:
             return
-        self.socket.linger = LAST_WORDS_MS
         self.is_connected = True  # or soon: a file that is not there is found out faster
-        reason = self.reason or describe(error)
-        failed = Failed(name=self.name, step=self.step_id, reason=reason, cause=self.cause)
-        self._say(failed)
+        self._say_last(self.reason or describe(error), self.cause)
+
+    def _say_last(self, reason: str, cause: str) -> None:
+        self.socket.linger = LAST_WORDS_MS
+        self._say(Failed(name=self.name, step=self.step_id, reason=reason, cause=cause))
 
     # --- start ----------------------------------------------------------------------------
     def _make_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -372,21 +377,6 @@ class Worker:
             raise GroupError(f"the group was ended: {self.board.aborted}")
         if self.is_spawned and os.getppid() != self.parent:
             raise StoppedError("the gateway's process is gone")
-
-    @contextlib.contextmanager
-    def _heart(self) -> Iterator[None]:
-        """Beat while a step runs, too.
-
-        Python runs a signal's handler between two instructions of the main thread, so the loop
-        itself writes: a thread would go on beating for a loop that hangs.
-        """
-        before = signal.signal(signal.SIGALRM, lambda number, frame: self._beat())
-        signal.setitimer(signal.ITIMER_REAL, BEAT_SECONDS, BEAT_SECONDS)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if not self.is_ending:

@@ -171,8 +171,9 @@ class Ready(Record):
 class Failed(Record):
     """A worker cannot go on. step: the Step's id; 0 before the first one, -1 when loading.
 
-    cause: "stopped": another rank was told to end; "gone": another's process ended without a word;
-    "": neither, so that it is a fault of this rank or of another that says so itself.
+    cause: "stopped": this process or another rank was told to end; "gone": another's process ended
+    without a word; "": neither, so that it is a fault of this rank or of another that says so
+    itself.
     """
 
     name: str

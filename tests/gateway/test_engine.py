@@ -542,6 +542,19 @@ async def test_what_a_loss_counts_follows_its_cause(plan: Plan, cause: str, loss
     assert stream.request.state is State.FINISHED
 
 
+@pytest.mark.parametrize("was_ready", [False, True])
+async def test_a_worker_that_takes_leave_is_waited_for(plan: Plan, was_ready: bool) -> None:
+    """Nobody starts it again but who started it; a stop while it loads is no fault either."""
+    async with by_hand(plan) as (engine, hand):
+        if was_ready:
+            await hand.ready()
+            await until(is_ok(engine))
+        reason, step = "text-0 was ended: got SIGTERM", 0 if was_ready else -1
+        await hand.say(Failed(name="text-0", step=step, reason=reason, cause="stopped"))
+        await until(lambda: engine.health.reason == reason)
+        assert (engine.health.status, engine.health.stage) == ("loading", "waiting for the worker")
+
+
 async def test_how_a_rank_is_gone_is_for_the_supervisor_to_say(plan: Plan) -> None:
     engine = Engine(plan, Supervisor([]))
     engine._handle("text-0", Ready(name="text-0", plan=plan.id))

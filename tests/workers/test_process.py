@@ -175,6 +175,18 @@ def test_signals(gateway: Gateway, number: signal.Signals) -> None:
     assert process.wait(DEADLINE) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_by_hand_takes_leave(gateway: Gateway, number: signal.Signals) -> None:
+    """Nobody sees its process end."""
+    process = gateway.spawn(command=("voltapile.gateway.cli.main", "worker"))
+    gateway.receive(Ready)
+    process.send_signal(number)
+    failed = gateway.receive(Failed)
+    assert failed.reason == f"text-0 was ended: got {number.name}"
+    assert failed.cause == "stopped"
+    assert process.wait(DEADLINE) == 0
+
+
 def test_killed_and_started_again(gateway: Gateway) -> None:
     process = gateway.spawn()
     first = gateway.receive(Ready)
