@@ -55,35 +55,20 @@ class Deal:
 
 
 @functools.lru_cache(maxsize=1024)
-def deal(
-    pair: tuple[str, str],
-    columns: int,
-    tokens: int,
-    rows: tuple[int, ...],
-    other_rows: tuple[int, ...],
-    is_glu: bool,
-    multiprocessors: int,
-    most_shared: int,
-) -> Deal | None:
-    """rows, other_rows: of the matrices of the first and of the other format. None if it is not
-    this kernel's; then another's, with the same bits."""
-    if (
-        (pair, PASSES[0]) not in CLUSTER
-        or tokens < FROM
-        or columns % 256
-        or min(rows + other_rows) < stream.ROWS
-    ):
+def deal(task: stream.Task) -> Deal | None:
+    """None if it is not this kernel's; then it is another's, with the same bits."""
+    pair, tokens = task.pair, task.tokens
+    if (pair, PASSES[0]) not in CLUSTER or tokens < FROM or not task.is_whole:
         return None
-    parts = [CHUNKS[name] for name in (pair if other_rows else pair[:1])]
+    parts = [CHUNKS[name] for name in (pair if task.others else pair[:1])]
     for turns in range(-(-tokens // ROOM), tokens + 1):
         room = -(-tokens // turns)
         passes = next(each for each in PASSES if 8 * each >= room)
         for boxes, depth in MEMORY:
-            shared = max(_shared_bytes(part, columns, passes, depth, boxes) for part in parts)
-            if shared <= most_shared:
-                units, others = stream.units(rows[:1] if is_glu else rows), stream.units(other_rows)
-                clusters = max(2, _clusters(multiprocessors) // turns)
-                first = stream.first_other(pair, clusters, units, others)
+            shared = max(_shared_bytes(part, task.columns, passes, depth, boxes) for part in parts)
+            if shared <= task.most_shared:
+                clusters = max(2, _clusters(task.multiprocessors) // turns)
+                first = stream.first_other(pair, clusters, task.units, task.others)
                 return Deal(clusters, room, passes, first, depth, boxes, shared)
     return None
 

@@ -130,7 +130,7 @@ class CudaFamilies:
         eps: float,
     ) -> tuple[DeviceArray, DeviceArray | None]:
         """Rows that must have the bits that they have alone take kernels of their own."""
-        if not mixes.fits(mix, width):
+        if not mixes.fits(self, mix, width):
             return stream_in(self, x, before, mix, width, eps)  # type: ignore[arg-type]
         alone = self.rows_alone(x)
         if alone is None or alone >= len(x):

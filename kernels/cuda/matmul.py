@@ -86,6 +86,34 @@ class _Product:
     out: DeviceArray
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """others: which of the products are of the pair's second format, a bit each. matrices: what
+    kernels are told of them."""
+
+    task: stream.Task
+    epilogue: int
+    others: int
+    matrices: tuple[int | np.int32, ...]
+
+    @classmethod
+    def of(
+        cls,
+        ops: Launcher,
+        x: DeviceArray,
+        products: list[_Product],
+        epilogue: int,
+        pair: tuple[str, str],
+    ) -> _Launch:
+        (tokens, columns), is_glu = x.shape, epilogue in (SILU, GELU)
+        own = tuple(p.weight.shape[0] for p in products if p.weight.type_name == pair[0])
+        rest = tuple(p.weight.shape[0] for p in products if p.weight.type_name != pair[0])
+        others = sum(1 << i for i, p in enumerate(products) if p.weight.type_name != pair[0])
+        card = ops.multiprocessors, max_shared(ops.arch)
+        task = stream.Task(pair, columns, tokens, own, rest, is_glu, *card)
+        return cls(task, epilogue, others, _matrix_args(products))
+
+
 def linear(
     ops: Launcher,
     x: DeviceArray,
@@ -223,16 +251,15 @@ def _pair_of(names: set[str]) -> tuple[str, str] | None:
 
 
 def _launch(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int) -> None:
-    tokens, columns = x.shape
     pair = _pair_of({product.weight.type_name for product in products})
     assert pair is not None, products
+    launch = _Launch.of(ops, x, products, epilogue, pair)
     for way in (_stream, _clusters, _wide):
-        if way(ops, x, products, epilogue, pair):
+        if way(ops, x, launch):
             return
+    tokens, columns, is_glu = launch.task.tokens, launch.task.columns, launch.task.is_glu
     chunks = [CHUNKS[name] for name in pair]
     room = room_for(tokens, chunks, ops.arch)
-    others = _others(products, pair)
-    is_glu = epilogue in (SILU, GELU)
     rows = [product.weight.shape[0] for product in products]
     # What follows changes no bits.
     is_few = sum(rows) <= FEW_ROWS and not is_glu and room <= 8 and pair in SINGLE
@@ -245,102 +272,75 @@ def _launch(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: i
     loops = slots and blocks > (most if room > 1 else MANY_TURNS * most)
     if loops:
         shared += (slots - 1) * chunks[0].warps * chunks[0].slot_bytes(room)
+    numbers = columns, tokens, room, epilogue, launch.others, slots if loops else 1
     ops.kernel(ROWS[*pair, int(room > 8), tiles, int(bool(loops))])(
         (most if loops else blocks, -(-tokens // room)),
         32 * chunks[0].warps,
-        (
-            *_matrix_args(products),
-            x.ptr,
-            *map(np.int32, (columns, tokens, room, epilogue, others, slots if loops else 1)),
-        ),
+        (*launch.matrices, x.ptr, *map(np.int32, numbers)),
         shared=shared,
     )
 
 
-def _others(products: list[_Product], pair: tuple[str, str]) -> int:
-    """Which of the products are of the second format, a bit each."""
-    return sum(1 << i for i, p in enumerate(products) if p.weight.type_name != pair[0])
-
-
-def _shape_of(
-    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, others: int
-) -> tuple[int, int, tuple[int, ...], tuple[int, ...], bool, int, int]:
-    """What deals are made of: columns, tokens, rows of both formats, what the card has."""
-    tokens, columns = x.shape
-    rows = [product.weight.shape[0] for product in products]
-    own = tuple(n for i, n in enumerate(rows) if not others >> i & 1)
-    rest = tuple(n for i, n in enumerate(rows) if others >> i & 1)
-    is_glu = epilogue in (SILU, GELU)
-    return columns, tokens, own, rest, is_glu, ops.multiprocessors, max_shared(ops.arch)
-
-
-def _wide(
-    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, pair: tuple[str, str]
-) -> bool:
-    """Whether it was a product for matmul_wide.cu; then it is launched."""
-    others = _others(products, pair)
-    shape = _shape_of(ops, x, products, epilogue, others)
-    deal = wide.deal(pair, *shape) if ops.arch >= stream.ARCH else None
-    if deal is None:
-        return False
-    tokens, columns = x.shape
-    with ops.scope():
-        records = []
-        for name in dict.fromkeys(pair if others else pair[:1]):
-            made = ops.scratch((wide.record_bytes(name, columns, tokens),), np.uint8)
-            ops.kernel(wide.STAGED[name])(
-                (-(-columns // 2048), tokens),
-                256,
-                (x.ptr, made.ptr, np.int32(columns), np.int32(tokens)),
-            )
-            records.append(made.ptr)
-        numbers = columns, tokens, deal.room, epilogue, others, deal.first_other
-        ops.kernel(wide.WIDE[pair, int(deal.room > wide.PASS)])(
-            (deal.blocks, -(-tokens // deal.room)),
-            32 * stream.WARPS,
-            (*_matrix_args(products), records[0], records[-1], *map(np.int32, numbers)),
-            shared=deal.shared,
-        )
-    return True
-
-
-def _stream(
-    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, pair: tuple[str, str]
-) -> bool:
+def _stream(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
     """Whether it was a product for matmul_stream.cu; then it is launched."""
-    tokens, columns = x.shape
-    others = _others(products, pair)
-    shape = _shape_of(ops, x, products, epilogue, others)
-    deal = stream.deal(pair, *shape) if ops.arch >= stream.ARCH else None
+    task = launch.task
+    deal = stream.deal(task) if ops.arch >= stream.ARCH else None
     if deal is None:
         return False
-    numbers = columns, tokens, epilogue, others, deal.first_other
-    ops.kernel(stream.STREAM[pair, deal.teams])(
+    numbers = task.columns, task.tokens, launch.epilogue, launch.others, deal.first_other
+    ops.kernel(stream.STREAM[task.pair, deal.teams])(
         (deal.blocks,),
         32 * deal.teams * stream.WARPS,
-        (*_matrix_args(products), x.ptr, *map(np.int32, numbers)),
+        (*launch.matrices, x.ptr, *map(np.int32, numbers)),
         shared=deal.shared,
     )
     return True
 
 
-def _clusters(
-    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, pair: tuple[str, str]
-) -> bool:
+def _clusters(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
     """Whether it was a product for matmul_cluster.cu; then it is launched."""
-    tokens, columns = x.shape
-    others = _others(products, pair)
-    shape = _shape_of(ops, x, products, epilogue, others)
-    deal = clusters.deal(pair, *shape) if ops.arch >= clusters.ARCH else None
+    task = launch.task
+    deal = clusters.deal(task) if ops.arch >= clusters.ARCH else None
     if deal is None:
         return False
-    numbers = columns, tokens, deal.room, epilogue, others, deal.first_other, deal.depth, deal.boxes
-    ops.kernel(clusters.CLUSTER[pair, deal.passes])(
-        (deal.clusters * clusters.CLASSES, -(-tokens // deal.room)),
+    numbers = task.columns, task.tokens, deal.room, launch.epilogue, launch.others
+    ends = deal.first_other, deal.depth, deal.boxes
+    ops.kernel(clusters.CLUSTER[task.pair, deal.passes])(
+        (deal.clusters * clusters.CLASSES, -(-task.tokens // deal.room)),
         32 * clusters.CREW,
-        (*_matrix_args(products), x.ptr, *map(np.int32, numbers)),
+        (*launch.matrices, x.ptr, *map(np.int32, (*numbers, *ends))),
         shared=deal.shared,
     )
+    return True
+
+
+def _wide(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
+    """Whether it was a product for matmul_wide.cu; then it is launched."""
+    task = launch.task
+    deal = wide.deal(task) if ops.arch >= stream.ARCH else None
+    if deal is None:
+        return False
+    with ops.scope():
+        records = []
+        for name in dict.fromkeys(task.pair if launch.others else task.pair[:1]):
+            nbytes = wide.record_bytes(name, task.columns, task.tokens)
+            made = ops.scratch((nbytes,), np.uint8)
+            ops.kernel(wide.STAGED[name])(
+                (-(-task.columns // 2048), task.tokens),
+                256,
+                (x.ptr, made.ptr, np.int32(task.columns), np.int32(task.tokens)),
+            )
+            records.append(made.ptr)
+        numbers = task.columns, task.tokens, deal.room, launch.epilogue, launch.others
+        ops.kernel(wide.WIDE[task.pair, int(deal.room > wide.PASS)])(
+            (deal.blocks, -(-task.tokens // deal.room)),
+            32 * stream.WARPS,
+            (
+                *(*launch.matrices, records[0], records[-1]),
+                *map(np.int32, (*numbers, deal.first_other)),
+            ),
+            shared=deal.shared,
+        )
     return True
 
 

@@ -6,7 +6,10 @@ and device arrays; knows neither cupy nor models.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.spread import spread
 from voltapile.kernels.families import MixWeights
@@ -33,7 +36,7 @@ DOWN, UP = _instances("stream_down"), _instances("stream_up")
 INSTANCES = [*DOWN.values(), *UP.values()]
 
 
-def fits(mix: MixWeights, width: int) -> bool:
+def fits(ops: Launcher, mix: MixWeights, width: int) -> bool:
     """Whether the kernels take these matrices; it does not depend on tokens."""
     down, up, inject = (_own(each) for each in (mix.down, mix.up, mix.inject or mix.down))
     name, columns = down.type_name, 32 if down.type_name == "Q8_0" else EIGHT
@@ -42,6 +45,7 @@ def fits(mix: MixWeights, width: int) -> bool:
         and down.shape[1] == STREAMS * width
         and width % columns == down.shape[0] % columns == 0
         and width <= EIGHT * MOST_THREADS
+        and _deal(ops, name, width, down.shape[0]).shared_bytes(TOKENS[1]) <= max_shared(ops.arch)
     )
 
 
@@ -65,49 +69,51 @@ def stream_in(
     if not tokens:
         return
     inject = down if mix.inject is None else _own(mix.inject)
-    inject_before, y_before = (0, 0) if before is None else (each.ptr for each in before)
-    name, at_once = down.type_name, TOKENS[tokens > 1]
+    streams = x.ptr, *((0, 0) if before is None else (each.ptr for each in before)), norm.ptr
+    name, at_once, sizes = down.type_name, TOKENS[tokens > 1], (tokens, width, low, injects)
     turns = -(-tokens // at_once)
     with ops.scope():
         parts = ops.scratch((tokens, STREAMS, low + injects))
         factors = ops.scratch((tokens, STREAMS))
+        found = parts.ptr, factors.ptr
         ops.kernel(DOWN[name, at_once])(
             (STREAMS * -(-(low + injects) // ROWS[name]), turns),
             32 * -(-width // (32 * EIGHT)),
-            (
-                *(x.ptr, inject_before, y_before, norm.ptr, down.ptr, inject.ptr),
-                *(parts.ptr, factors.ptr),
-                *map(np.int32, (tokens, width, low, injects)),
-                np.float32(eps),
-            ),
+            (*streams, down.ptr, inject.ptr, *found, *map(np.int32, sizes), np.float32(eps)),
         )
-        columns, threads, staged = _deal(name, width, low, ops.multiprocessors)
-        pieces, rows = -(-low // PART), columns * STREAMS
-        numbers = tokens, width, low, injects, columns, staged
+        deal = _deal(ops, name, width, low)
+        ends = out.ptr, 0 if injected is None else injected.ptr
+        numbers = *sizes, deal.columns, deal.staged
+        blocks = -(-width // deal.columns)
         ops.kernel(UP[name, at_once])(
-            (-(-width // columns), turns),
-            threads,
-            (
-                *(x.ptr, inject_before, y_before, norm.ptr, up.ptr, parts.ptr, factors.ptr),
-                *(out.ptr, 0 if injected is None else injected.ptr),
-                *map(np.int32, numbers),
-                np.float32(1 / STREAMS),
-            ),
-            shared=max(
-                staged + 4 * at_once * (low + pieces * rows),
-                spread(ops, -(-width // columns) * turns, 0),
-            ),
+            (blocks, turns),
+            deal.threads,
+            (*streams, up.ptr, *found, *ends, *map(np.int32, numbers), np.float32(1 / STREAMS)),
+            shared=max(deal.shared_bytes(at_once), spread(ops, blocks * turns, 0)),
         )
 
 
-def _deal(name: str, width: int, low: int, processors: int) -> tuple[int, int, int]:
-    """Columns and threads of a block of stream_up, and bytes of its rows in shared memory."""
-    columns = min(COLUMNS, GROUP * -(-width // (GROUP * processors)))
+@dataclass(frozen=True)
+class _Deal:
+    """Of a block of stream_up. staged: bytes of its rows in shared memory."""
+
+    low: int
+    columns: int
+    threads: int
+    staged: int
+
+    def shared_bytes(self, tokens: int) -> int:
+        sums = -(-self.low // PART) * self.columns * STREAMS
+        return self.staged + 4 * tokens * (self.low + sums)
+
+
+def _deal(ops: Launcher, name: str, width: int, low: int) -> _Deal:
+    columns = min(COLUMNS, GROUP * -(-width // (GROUP * ops.multiprocessors)))
     items = columns * STREAMS * -(-low // PART)
     turns = -(-items // MOST_THREADS)
     threads = 32 * -(-max(-(-items // turns), TOKENS[1] * columns) // 32)
     staged = columns * STREAMS * row_bytes(name, low) if name == "Q8_0" else 0
-    return columns, threads, -(-staged // 128) * 128
+    return _Deal(low, columns, threads, -(-staged // 128) * 128)
 
 
 def _own(weight: object) -> CudaWeight:

@@ -1,7 +1,8 @@
 """How the product of few rows is dealt out on sm_80 and later: csrc/matmul_stream.cu.
 
 Which formats and shapes it takes, what a block holds in shared memory, how many blocks there are
-and how those are split between two formats of one launch. Knows sizes; launches nothing.
+and how those are split between two formats of one launch. Knows sizes; launches nothing. A Task is
+what the modules beside it, clusters.py and wide.py, are asked about, too.
 """
 
 from __future__ import annotations
@@ -41,6 +42,40 @@ INSTANCES = list(STREAM.values())
 
 
 @dataclass(frozen=True)
+class Task:
+    """One launch's product, and what the card has for it. rows, other_rows: of the matrices of the
+    first format of the pair and of the other one."""
+
+    pair: tuple[str, str]
+    columns: int
+    tokens: int
+    rows: tuple[int, ...]
+    other_rows: tuple[int, ...]
+    is_glu: bool
+    multiprocessors: int
+    most_shared: int
+
+    @property
+    def units(self) -> int:
+        """A gate and its up are one."""
+        return _units(self.rows[:1] if self.is_glu else self.rows)
+
+    @property
+    def others(self) -> int:
+        return _units(self.other_rows)
+
+    @property
+    def tiles(self) -> int:
+        """Of a unit."""
+        return 2 if self.is_glu else 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether columns are whole chunks and matrices have a tile."""
+        return self.columns % 256 == 0 and min(self.rows + self.other_rows) >= ROWS
+
+
+@dataclass(frozen=True)
 class Deal:
     """teams: of a block. blocks: of the launch; those from first_other on take the other format."""
 
@@ -64,26 +99,17 @@ def shared_bytes(chunk: Chunk, teams: int, columns: int, room: int, tiles: int) 
 
 
 @functools.lru_cache(maxsize=1024)
-def deal(
-    pair: tuple[str, str],
-    columns: int,
-    tokens: int,
-    rows: tuple[int, ...],
-    other_rows: tuple[int, ...],
-    is_glu: bool,
-    multiprocessors: int,
-    most_shared: int,
-) -> Deal | None:
-    """rows, other_rows: of the matrices of the first and of the other format. None if it does not
-    fit: then the product is matmul_rows.cu's, with the same bits."""
-    if pair not in PAIRS or tokens > TOKENS or columns % 256 or min(rows + other_rows) < ROWS:
+def deal(task: Task) -> Deal | None:
+    """None if it does not fit: then the product is matmul_rows.cu's, with the same bits."""
+    pair, own, others = task.pair, task.units, task.others
+    if pair not in PAIRS or task.tokens > TOKENS or not task.is_whole:
         return None
-    tiles, parts = 2 if is_glu else 1, {pair[0], pair[1]} if other_rows else {pair[0]}
-    own, others = units(rows[:1] if is_glu else rows), units(other_rows)
+    parts = {pair[0], pair[1]} if others else {pair[0]}
     for teams in (TEAMS, 1):
-        shared = max(shared_bytes(CHUNKS[name], teams, columns, tokens, tiles) for name in parts)
-        fitting = min(TEAMS // teams, (most_shared + RESERVED) // (shared + RESERVED))
-        blocks = min(multiprocessors * fitting, own + others)
+        sizes = teams, task.columns, task.tokens, task.tiles
+        shared = max(shared_bytes(CHUNKS[name], *sizes) for name in parts)
+        fitting = min(TEAMS // teams, (task.most_shared + RESERVED) // (shared + RESERVED))
+        blocks = min(task.multiprocessors * fitting, own + others)
         if (pair, teams) in STREAM and fitting and (blocks > 1 or not others):
             first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
             return Deal(teams, blocks, first, shared)
@@ -101,7 +127,7 @@ def first_other(pair: tuple[str, str], blocks: int, units: int, others: int) -> 
     )
 
 
-def units(rows: Sequence[int]) -> int:
+def _units(rows: Sequence[int]) -> int:
     return sum(-(-each // ROWS) for each in rows)
 
 

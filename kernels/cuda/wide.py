@@ -55,33 +55,18 @@ def record_bytes(name: str, columns: int, tokens: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def deal(
-    pair: tuple[str, str],
-    columns: int,
-    tokens: int,
-    rows: tuple[int, ...],
-    other_rows: tuple[int, ...],
-    is_glu: bool,
-    multiprocessors: int,
-    most_shared: int,
-) -> Deal | None:
+def deal(task: stream.Task) -> Deal | None:
     """As stream.deal."""
-    if (
-        (pair, 0) not in WIDE
-        or tokens < FROM
-        or columns % 256
-        or min(rows + other_rows) < stream.ROWS
-    ):
+    pair, units, others = task.pair, task.units, task.others
+    if (pair, 0) not in WIDE or task.tokens < FROM or not task.is_whole:
         return None
-    turns = -(-tokens // ROOM)
-    room = -(-tokens // turns)
-    shared = max(_shared_bytes(name, room, 2 if is_glu else 1) for name in pair)
-    if shared > most_shared:
+    turns = -(-task.tokens // ROOM)
+    room = -(-task.tokens // turns)
+    shared = max(_shared_bytes(name, room, task.tiles) for name in pair)
+    if shared > task.most_shared:
         return None
-    units = stream.units(rows[:1] if is_glu else rows)
-    others = stream.units(other_rows)
-    fitting = (most_shared + stream.RESERVED) // (shared + stream.RESERVED)
-    slots = multiprocessors * (min(2, fitting) if room <= PASS else 1)
+    fitting = (task.most_shared + stream.RESERVED) // (shared + stream.RESERVED)
+    slots = task.multiprocessors * (min(2, fitting) if room <= PASS else 1)
     blocks = min(max(2, slots // turns), units + others)
     first = stream.first_other(pair, blocks, units, others)
     return Deal(blocks, room, first, shared)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import mixes
+from voltapile.kernels.cuda.launch import CudaWeight
 from voltapile.kernels.families import MixWeights
 
 from .emulation import has_compiler
@@ -34,7 +36,7 @@ def mix_of(ops: Any, name: str, width: int, low: int, injects: int) -> list[MixW
 def test_streams_to_one(plain: Any, name: str, width: int, low: int, injects: int) -> None:  # noqa: F811
     """With and without what is added first; each row as it is alone."""
     mine, theirs = mix_of(plain, name, width, low, injects)
-    assert mixes.fits(mine, width)
+    assert mixes.fits(plain, mine, width)
     tokens = 11
     x, y, inject = normal(7, tokens, 4 * width), normal(8, tokens, width), normal(9, tokens, 4)
     for before in (None, (inject, y)):
@@ -84,5 +86,24 @@ def test_prompts_go_another_way(plain: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_other_formats_do_not_fit(plain: Any) -> None:  # noqa: F811
     mine, _ = mix_of(plain, "Q8_0", 64, 32, 4)
     other, _ = mix_of(plain, "F16", 64, 32, 4)
-    assert not mixes.fits(MixWeights(mine.norm, mine.down, other.up, mine.inject), 64)
-    assert not mixes.fits(mine, 256 + 8)
+    mixed = MixWeights(mine.norm, mine.down, other.up, mine.inject)
+    assert mixes.fits(plain, mine, 64)
+    assert not mixes.fits(plain, mixed, 64)
+    assert not mixes.fits(plain, mine, 256 + 8)
+
+
+@pytest.mark.parametrize(("arch", "largest"), [(70, 480), (75, 320), (90, 1152)])
+def test_shared_memory_suffices(arch: int, largest: int) -> None:
+    """For a wide model's streams, whose mixes have so many rows at most; 320 are usual."""
+    card = SimpleNamespace(arch=arch, multiprocessors=72)
+
+    def fits(low: int) -> bool:
+        shapes = {"norm": (10240,), "down": (low, 10240), "up": (10240, low)}
+        made = {
+            key: CudaWeight(shape, 0, "F32" if len(shape) == 1 else "Q8_0", 0, 0)
+            for key, shape in shapes.items()
+        }
+        return mixes.fits(card, MixWeights(**made, inject=None), 2560)
+
+    assert fits(largest)
+    assert not fits(largest + 32)

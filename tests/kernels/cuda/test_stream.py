@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,21 @@ def both(
         plain = run()  # type: ignore[operator]
     assert ops.launched[-1][0] not in [*stream.INSTANCES, *wide.INSTANCES]
     return streamed, plain
+
+
+def glu_and_residual(ops: EmulatedOps, rows: int, tokens: int) -> list[Callable[[], np.ndarray]]:
+    """Both with biases."""
+    gate, up = (
+        ops.weight(random_raw("Q4_K", rows, 768, seed), "Q4_K", (rows, 768)) for seed in (5, 6)
+    )
+    biases = np.random.default_rng(7).standard_normal((2, rows)).astype(np.float32)
+    vectors = [ops.weight(b.view(np.uint8), "F32", b.shape) for b in biases]
+    x = ops.array(activations(tokens, 768, 8) / 1000)
+    start = activations(tokens, rows, 4)
+    return [
+        lambda: ops.to_host(matmul.glu(ops, x, gate, up, "silu", *vectors)),
+        lambda: ops.to_host(matmul.linear(ops, x, gate, vectors[0], add_to=ops.array(start))),
+    ]
 
 
 @pytest.mark.parametrize("name", stream.FORMATS)
@@ -84,25 +100,14 @@ def test_two_formats_share_a_launch(
 
 def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     ops = ops_of(90, folder)
-    rows, columns = 170, 768
-    gate, up = (
-        ops.weight(random_raw("Q4_K", rows, columns, seed), "Q4_K", (rows, columns))
-        for seed in (5, 6)
-    )
-    biases = np.random.default_rng(7).standard_normal((2, rows)).astype(np.float32)
-    vectors = [ops.weight(b.view(np.uint8), "F32", b.shape) for b in biases]
-    x = ops.array(activations(3, columns, 8) / 1000)
-    start = activations(3, rows, 4)
-    for run in (
-        lambda: ops.to_host(matmul.glu(ops, x, gate, up, "silu", *vectors)),
-        lambda: ops.to_host(matmul.linear(ops, x, gate, vectors[0], add_to=ops.array(start))),
-    ):
+    for run in glu_and_residual(ops, 170, 3):
         np.testing.assert_array_equal(*both(ops, monkeypatch, run))
 
 
 def test_what_does_not_fit_is_left_to_rows() -> None:
     def deal(name: str, columns: int, tokens: int, rows: int) -> stream.Deal | None:
-        return stream.deal((name, name), columns, tokens, (rows,), (), False, 132, 227 << 10)
+        card = False, 132, 227 << 10
+        return stream.deal(stream.Task((name, name), columns, tokens, (rows,), (), *card))
 
     assert deal("Q4_K", 4096, 1, 4096).blocks == 132
     assert deal("Q4_K", 4096, 1, 1600).blocks == 100
@@ -116,7 +121,7 @@ def test_what_does_not_fit_is_left_to_rows() -> None:
 def test_two_formats_are_dealt_by_their_bytes() -> None:
     def first(rows: int, other_rows: int) -> int:
         pair, others = ("Q4_K", "Q6_K"), (other_rows,) if other_rows else ()
-        found = stream.deal(pair, 4096, 1, (rows,), others, False, 132, 227 << 10)
+        found = stream.deal(stream.Task(pair, 4096, 1, (rows,), others, False, 132, 227 << 10))
         assert found is not None
         return found.first_other
 
@@ -127,7 +132,8 @@ def test_two_formats_are_dealt_by_their_bytes() -> None:
 
 def test_blocks_of_one_team_where_two_do_not_fit() -> None:
     def teams(pair: tuple[str, str], tokens: int, most: int) -> tuple[int, int] | None:
-        found = stream.deal(pair, 4096, tokens, (4096,), (4096,), False, 132, most)
+        task = stream.Task(pair, 4096, tokens, (4096,), (4096,), False, 132, most)
+        found = stream.deal(task)
         return None if found is None else (found.teams, found.blocks)
 
     assert teams(MIXED, 1, 227 << 10) == (2, 132)

@@ -11,7 +11,7 @@ from voltapile.kernels.cuda import clusters, matmul, stream, wide
 from ..test_matmul import activations, random_raw, values_of
 from .emulation import has_compiler
 from .test_fragments import folder, ops_of, tolerance  # noqa: F401  a fixture
-from .test_stream import both
+from .test_stream import both, glu_and_residual
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 
@@ -75,25 +75,14 @@ def test_glu_bias_and_residual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
-    rows, columns = 250, 768
-    gate, up = (
-        ops.weight(random_raw("Q4_K", rows, columns, seed), "Q4_K", (rows, columns))
-        for seed in (5, 6)
-    )
-    biases = np.random.default_rng(7).standard_normal((2, rows)).astype(np.float32)
-    vectors = [ops.weight(b.view(np.uint8), "F32", b.shape) for b in biases]
-    x = ops.array(activations(9, columns, 8) / 1000)
-    start = activations(9, rows, 4)
-    for run in (
-        lambda: ops.to_host(matmul.glu(ops, x, gate, up, "silu", *vectors)),
-        lambda: ops.to_host(matmul.linear(ops, x, gate, vectors[0], add_to=ops.array(start))),
-    ):
+    for run in glu_and_residual(ops, 250, 9):
         np.testing.assert_array_equal(*both(ops, monkeypatch, run, wide))
 
 
 def test_tokens_are_dealt_evenly() -> None:
     def deal(tokens: int, columns: int = 4096) -> wide.Deal | None:
-        return wide.deal(("Q4_K", "Q4_K"), columns, tokens, (4096,), (), False, 132, 227 << 10)
+        card = False, 132, 227 << 10
+        return wide.deal(stream.Task(("Q4_K", "Q4_K"), columns, tokens, (4096,), (), *card))
 
     assert deal(1) is None
     assert deal(2, 100) is None
