@@ -18,8 +18,7 @@ import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.api import driver
 from cupy_backends.cuda.libs import cublas
-from voltapile.kernels.cuda import library
-from voltapile.kernels.cuda.library import WORKSPACE, Library, LibraryError
+from voltapile.kernels.cuda.cublas import WORKSPACE, Library, LibraryError, load_cublas
 from voltapile.kernels.cuda.submit import Submission
 
 # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY, CUBLAS_STATUS_ALLOC_FAILED
@@ -200,7 +199,7 @@ class Device:
         if self._library is None:
             self._workspace = self.allocate(WORKSPACE, "workspace")
             with room_for("cuBLAS", self.taken):
-                handle, found = cublas.create(), library.load(runtime.runtimeGetVersion())
+                handle, found = cublas.create(), load_cublas(runtime.runtimeGetVersion())
                 places = self.stream.ptr, self._workspace.ptr
                 self._library = Library(found, handle, *places, WORKSPACE)
         return self._library

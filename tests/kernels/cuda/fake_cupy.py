@@ -171,7 +171,7 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     calls = ("SetStream_v2", "SetWorkspace_v2", "GemmEx")
     found = SimpleNamespace(**{f"cublas{name}": lambda *_: 0 for name in calls})
-    monkeypatch.setattr("voltapile.kernels.cuda.library.load", lambda version: found)
+    monkeypatch.setattr("voltapile.kernels.cuda.cublas.load_cublas", lambda version: found)
     for name in OURS:  # those that hold the real one, or another test's
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from voltapile.kernels.cuda import library
-from voltapile.kernels.cuda.library import Library, LibraryError
+from voltapile.kernels.cuda.cublas import Library, LibraryError, load_cublas
 
 
 class Calls:
@@ -53,6 +52,6 @@ def test_an_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.status == 14
     names: list[str] = []
     monkeypatch.setattr(ctypes, "CDLL", lambda name: names.append(name) or SimpleNamespace())
-    library.load(12040)
-    library.load(13000)
+    load_cublas(12040)
+    load_cublas(13000)
     assert names == ["libcublas.so.12", "libcublas.so.13"]

@@ -21,7 +21,7 @@ class LibraryError(RuntimeError):
         self.status = status
 
 
-def load(version: int) -> ctypes.CDLL:
+def load_cublas(version: int) -> ctypes.CDLL:
     """The library that cupy has loaded; version: CUDA's, as its runtime tells it."""
     return ctypes.CDLL(f"libcublas.so.{version // 1000}")
 
