@@ -58,7 +58,7 @@ def experts(
     step = MOST_PAIRS // routing[0].shape[1]
     for start in range(0, len(x), step):
         stop = min(len(x), start + step)
-        part = tuple(each[start:stop] for each in routing)
+        part = routing[0][start:stop], routing[1][start:stop]
         with ops.scope():
             _grouped(ops, x[start:stop], part, weights, (places, first), out[start:stop], adds)
 
@@ -66,14 +66,14 @@ def experts(
 def _grouped(
     ops: Launcher,
     x: DeviceArray,
-    routing: tuple[DeviceArray, ...],
+    routing: tuple[DeviceArray, DeviceArray],
     weights: Sequence[CudaWeight],
     table: tuple[DeviceArray, int],
     out: DeviceArray,
     adds: bool,
 ) -> None:
     (gate, _, down), (chosen, shares), (places, first) = weights, routing, table
-    (tokens, used), (count, inner_width, width) = chosen.shape, gate.shape
+    used, (count, inner_width, width) = chosen.shape[1], gate.shape
     pairs, own = chosen.size, (np.int32(count), np.int32(first))
     most = -(-pairs // _tokens(ops)) + min(count, pairs)
     order, tiles = ops.scratch((pairs,), np.int32), ops.scratch((most, 3), np.int32)
@@ -104,14 +104,24 @@ def _grouped(
             ),
             shared=_shared(ops),
         )
-    ops.kernel(JOIN)(
-        (-(-width // 256), tokens),
-        256,
-        (
-            *(chosen.ptr, shares.ptr, parts.ptr, out.ptr, np.int32(used), np.int32(width)),
-            *(*own, np.int32(adds)),
-        ),
-    )
+    join(ops, (chosen, shares), parts, None, out, own, adds)
+
+
+def join(
+    ops: Launcher,
+    routing: tuple[DeviceArray, DeviceArray],
+    parts: DeviceArray,
+    other: DeviceArray | None,
+    out: DeviceArray,
+    table: tuple[np.int32, np.int32],
+    adds: bool,
+) -> None:
+    """out (+)= the weighted sum of a token's pairs of parts, and `other`. table: how many experts
+    are here, and which is the first."""
+    (chosen, shares), (tokens, width) = routing, out.shape
+    pointers = chosen.ptr, shares.ptr, parts.ptr, 0 if other is None else other.ptr, out.ptr
+    sizes = np.int32(chosen.shape[1]), np.int32(width), *table, np.int32(adds)
+    ops.kernel(JOIN)((-(-width // 256), tokens), 256, (*pointers, *sizes))
 
 
 def _shared(ops: Launcher) -> int:

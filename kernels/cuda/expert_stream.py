@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
+from voltapile.kernels.cuda.expert_groups import join
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 
@@ -64,8 +65,7 @@ def _instances(
 UP = _instances("expert_up_stream", UP_PAIRS, UP_WARPS, UP_DEPTH)
 DOWN = _instances("expert_down_stream", DOWN_PAIRS, DOWN_WARPS, DOWN_DEPTH)
 PARTS = _instances("expert_parts", DOWN_PAIRS, DOWN_WARPS, PARTS_DEPTH)
-SUM = _instance("expert_parts.cu", "expert_sum", ("Q4_K", "Q4_K"), DOWN_WARPS, PARTS_DEPTH)
-INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values(), SUM]
+INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values()]
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _down(
     """Right behind expert_up_stream: the choice is there before that ends."""
     (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
     tokens, used = chosen.shape
-    numbers = used, columns, rows, int(adds), 1, layer.down_slots(used)
+    numbers = used, columns, rows, int(adds), layer.down_slots(used)
     ops.kernel(DOWN[layer.down_pair])(
         (_groups(rows, 16), tokens),
         32 * DOWN_WARPS,
@@ -212,22 +212,22 @@ def _parts(
     (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
     tokens, used = chosen.shape
     room = _room(layer.parts_bytes, tokens, ops.arch)
-    parts, other, turns = ops.scratch((chosen.size, rows)), 0, 0
+    parts, other, turns = ops.scratch((chosen.size, rows)), None, 0
     if layer.shared is not None:
-        other, turns = ops.scratch((tokens, rows)).ptr, _groups(tokens, room)
+        other, turns = ops.scratch((tokens, rows)), _groups(tokens, room)
     numbers = tokens, used, columns, rows, room
     ops.kernel(PARTS[layer.down_pair])(
         (_groups(rows, 16 * STRIP), chosen.size + turns),
         32 * DOWN_WARPS,
         (
             *(*layer.table.args, chosen.ptr, inner[0].ptr, parts.ptr, *map(np.int32, numbers)),
-            *(*layer.down_args(inner[1]), other, np.int32(layer.shared_columns)),
+            *(*layer.down_args(inner[1]), 0 if other is None else other.ptr),
+            np.int32(layer.shared_columns),
         ),
         shared=layer.parts_bytes(room),
     )
-    pointers = chosen.ptr, shares.ptr, parts.ptr, other, out.ptr
-    ends = np.int32(used), np.int32(rows), *layer.table.args[1:], np.int32(adds)
-    ops.kernel(SUM)((_groups(rows, 256), tokens), 256, (*pointers, *ends))
+    here = np.int32(layer.table.count), np.int32(layer.table.first)
+    join(ops, (chosen, shares), parts, other, out, here, adds)
 
 
 def _room(nbytes: Callable[[int], int], tokens: int, arch: int) -> int:

@@ -79,6 +79,12 @@ __device__ __forceinline__ float put_eight(std::uint8_t* own, float4 a, float4 b
   *reinterpret_cast<uint2*>(at + 32) = bytes.low;
   return largest * (1.0f / 32512.0f);
 }
+// Over the numbers of group lane / 4.
+__device__ __forceinline__ int sum_of_group(const Bytes16& bytes) {
+  int sum = 256 * (bytes.high_sums[0] + bytes.high_sums[1]) + bytes.low_sums[0] + bytes.low_sums[1];
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  return sum + __shfl_xor_sync(~0u, sum, 2);
+}
 // Column n = lane / 4 is a token's plane.
 __device__ __forceinline__ const std::uint8_t* column_of(const std::uint8_t* tokens, int size,
                                                          int room, int lane) {
@@ -99,10 +105,7 @@ struct WholeTokens<formats::Q4_K> {
   static __device__ __forceinline__ void put(std::uint8_t* own, float4 a, float4 b, int lane) {
     Bytes16 bytes;
     const float scale = put_eight(own, a, b, lane, bytes);
-    int sum = 256 * (bytes.high_sums[0] + bytes.high_sums[1]) + bytes.low_sums[0] +
-              bytes.low_sums[1];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);  // of group lane / 4
+    const int sum = sum_of_group(bytes);
     const float low = sum * 0x1p-6f, high = __shfl_xor_sync(~0u, low, 4);
     if ((lane & 7) == 0) {
       const unsigned pair = half_pair(low, high);
@@ -159,10 +162,7 @@ struct WholeTokens<formats::Q5_1> {
   static __device__ __forceinline__ void put(std::uint8_t* own, float4 a, float4 b, int lane) {
     Bytes16 bytes;
     const float scale = put_eight(own, a, b, lane, bytes);
-    int sum = 256 * (bytes.high_sums[0] + bytes.high_sums[1]) + bytes.low_sums[0] +
-              bytes.low_sums[1];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);  // of group lane / 4
+    const int sum = sum_of_group(bytes);
     if ((lane & 3) == 0) reinterpret_cast<float*>(own + SUMS)[lane >> 2] = static_cast<float>(sum);
     if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale;
   }

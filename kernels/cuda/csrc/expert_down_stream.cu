@@ -32,12 +32,12 @@ struct Present {
 
 // grid: (rows / 16, tokens). inner: [tokens * used][k], other_inner [tokens][other_k] or null; out
 // [tokens][rows]: the weighted sum over a token's experts in the order of `chosen`, then the one
-// that all take, whose chunks are no more than there are warps. is_ahead: what was chosen is there
-// before the wait. slots: items of a warp, most.
+// that all take, whose chunks are no more than there are warps. What was chosen is there before the
+// wait, since expert_up_stream is the kernel before. slots: items of a warp, most.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, const float* inner, float* out, int used, int k,
-                       int rows, int accumulate, int is_ahead, int slots,
+                       int rows, int accumulate, int slots,
                        const std::uint8_t* other_down, const float* other_inner, int other_k) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
@@ -48,7 +48,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
   const long long token = blockIdx.y;
   const int meant = blockIdx.x * 16, first_row = first_row_of(meant, rows);
   const int last_row = min(15, rows - 1), chunks = R::chunks(k), row_bytes = row_bytes_of<F>(k);
-  if (!is_ahead) grid_wait();
   if (warp == 0)
     here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, used);
   __syncthreads();
@@ -120,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
     commit_copies();
     place = place + 1 < DEPTH ? place + 1 : 0;
     if (turn == -1) {
-      if (is_ahead) grid_wait();
+      grid_wait();
       grid_launch();
       stage();
       __syncwarp();

@@ -218,10 +218,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   }
 }
 
-// grid: (rows / 256, tokens). out (+)= the sum over a token's experts that are here, in their order
+// grid: (rows / 256, tokens). out (+)= the sum over a token's experts that are here, in their order,
+// and other_parts [tokens][rows], of the one that all take, or null.
 extern "C" __global__ void __launch_bounds__(256)
-expert_join(const int* chosen, const float* weights, const float* parts, float* out, int used,
-            int rows, int count, int first, int accumulate) {
+expert_join(const int* chosen, const float* weights, const float* parts, const float* other_parts,
+            float* out, int used, int rows, int count, int first, int accumulate) {
   grid_launch();
   grid_wait();
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
@@ -233,6 +234,7 @@ expert_join(const int* chosen, const float* weights, const float* parts, float* 
     const int local = chosen[pair] - first;
     if (local >= 0 && local < count) sum += weights[pair] * parts[pair * rows + row];
   }
+  if (other_parts != nullptr) sum += other_parts[token * rows + row];
   float* to = out + token * rows + row;
   *to = accumulate ? *to + sum : sum;
 }

@@ -1,11 +1,11 @@
 // Down of chosen experts for more generated rows: what expert_down_stream.cu adds, pair by pair;
-// then the sums, with its bits. -D as in expert_twins.cuh; STRIP: tiles of a block of expert_parts.
+// expert_join adds it up, with the same bits. -D as in expert_twins.cuh; STRIP: tiles of a block.
 #include "expert_twins.cuh"
 
 using namespace voltapile;
 
 // grid: (rows / 16 / STRIP, tokens * used + turns of the one that all take). parts: [tokens *
-// used][rows], other_parts [tokens][rows]: what expert_sum adds.
+// used][rows], other_parts [tokens][rows].
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
     expert_parts(const Expert* table, int count, int first, const int* chosen, const float* inner,
                  float* parts, int tokens, int used, int k, int rows, int room,
@@ -55,28 +55,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
     write(strip, own,
           [&](int token) { return parts + static_cast<long long>(list[token]) * rows; });
   });
-#endif
-}
-
-// grid: (rows / 256, tokens). other_parts: [tokens][rows] or null. The order of expert_down_stream.
-extern "C" __global__ void __launch_bounds__(256)
-    expert_sum(const int* chosen, const float* weights, const float* parts,
-               const float* other_parts, float* out, int used, int rows, int count, int first,
-               int accumulate) {
-#if VP_ARCH >= 800
-  grid_launch();
-  grid_wait();
-  const int row = blockIdx.x * blockDim.x + threadIdx.x;
-  if (row >= rows) return;
-  const long long token = blockIdx.y;
-  float sum = 0.0f;
-  for (int rank = 0; rank < used; ++rank) {
-    const long long pair = token * used + rank;
-    const int local = chosen[pair] - first;
-    if (local >= 0 && local < count) sum += weights[pair] * parts[pair * rows + row];
-  }
-  if (other_parts != nullptr) sum += other_parts[token * rows + row];
-  float* to = out + token * rows + row;
-  *to = accumulate ? *to + sum : sum;
 #endif
 }
