@@ -23,7 +23,7 @@ __all__ = ["ChatTemplate", "TemplateError"]
 Message = Mapping[str, Any]
 
 _KEY = "tokenizer.chat_template"
-_CHATML = (
+CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -62,19 +62,21 @@ class ChatTemplate:
             self._takes_texts = _PROBE in as_word or _PROBE not in as_object
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any]) -> ChatTemplate:
-        """The file's template; without one ChatML, if the vocabulary has its tokens."""
-        source = metadata.get(_KEY)
+    def from_metadata(cls, metadata: Mapping[str, Any], instead: str = "") -> ChatTemplate:
+        """The file's template; without one ChatML, if the vocabulary has its tokens.
+
+        instead: of the file's."""
+        source = instead or metadata.get(_KEY)
         if not source:
             if "<|im_start|>" not in metadata.get("tokenizer.ggml.tokens", ()):
                 raise TemplateError(
                     f"this model has no chat template (key {_KEY}) and no ChatML tokens; "
                     "use /v1/completions"
                 )
-            source = _CHATML
+            source = CHATML
         return cls(
             source,
-            tool_source=metadata.get(f"{_KEY}.tool_use"),
+            tool_source=None if instead else metadata.get(f"{_KEY}.tool_use"),
             bos=_token_text(metadata, "bos"),
             eos=_token_text(metadata, "eos"),
         )

@@ -36,7 +36,7 @@ def load(
             if error.name != "cupy":
                 raise
             raise ValueError(
-                "the cuda backend needs cupy: pip install 'voltapile[cuda]', or -ngl 0 for the CPU"
+                "the cuda backend needs cupy: pip install '.[cuda]', or -ngl 0 for the CPU"
             ) from None
         return CudaFamilyOps(int(device.partition(":")[2] or 0), scratch_bytes, choices=choices)
     raise ValueError(f"unknown backend {name!r}; there are {', '.join(NAMES)}")

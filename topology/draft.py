@@ -25,11 +25,11 @@ from voltapile.topology.plan import (
     INDEX_RING,
     Backend,
     CacheGroup,
+    OptionError,
     Options,
     Override,
     Placement,
     Plan,
-    PlanError,
     RankPlan,
 )
 from voltapile.topology.ranks import Spread, divide_cpus
@@ -105,7 +105,7 @@ def _checkpoints(
     """How many states of slots are kept in the host's memory, by all ranks together: a part of what
     the model leaves there, but some in any case. Raises PlanError."""
     if options.checkpoints < 0 or options.checkpoint_tokens < 1:
-        raise PlanError(
+        raise OptionError(
             f"--ctx-checkpoints {options.checkpoints}, --checkpoint-every-n-tokens "
             f"{options.checkpoint_tokens}: expected 0 or more, and 1 or more"
         )
@@ -209,7 +209,7 @@ def _islands(layout: Layout) -> list[int]:
     given, ranks = layout.options.islands, len(layout.spread.shares)
     if given and (len(given) != ranks or min(given) < 0):
         shown = ",".join(map(str, given))
-        raise PlanError(f"--islands {shown}: expected a number for each of {ranks} rank(s)")
+        raise OptionError(f"--islands {shown}: expected a number for each of {ranks} rank(s)")
     return list(given)
 
 

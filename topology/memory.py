@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from voltapile.topology.plan import PlanError
+from voltapile.topology.plan import OptionError
 from voltapile.topology.scratch import scratch_bytes, state_bytes
 from voltapile.topology.spec import Spec
 
@@ -184,7 +184,9 @@ def memory_of(machine: Machine, backend: Backend, device: int = 0) -> tuple[str,
     if not backend.in_vram:
         return "this machine", machine.memory_bytes, machine.available_bytes
     if not machine.gpus:
-        raise PlanError(f"--backend {backend.name}: this machine has no GPU that the driver shows")
+        raise OptionError(
+            f"--backend {backend.name}: this machine has no GPU that the driver shows"
+        )
     gpu = machine.gpus[device]
     return f"GPU {gpu.index} ({gpu.name})", gpu.memory_bytes, gpu.free_bytes
 
@@ -218,13 +220,13 @@ def row_bytes(backend: Backend, option: str, type_name: str, dim: int) -> int:
     """One head's keys or values at one position."""
     if type_name not in backend.kv_types:
         known = ", ".join(backend.kv_types)
-        raise PlanError(
+        raise OptionError(
             f"{option} {type_name}: the {backend.name} backend has no such cache type; "
             f"supported: {known}"
         )
     length, nbytes = backend.kv_types[type_name]
     if dim % length:
-        raise PlanError(
+        raise OptionError(
             f"{option} {type_name}: heads of {dim} values are no multiple of its block of {length}"
         )
     return dim // length * nbytes

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from voltapile.topology.plan import Options, PlanError
+from voltapile.topology.plan import OptionError, Options
 from voltapile.topology.spec import Spec
 
 TIERS = {
@@ -124,7 +124,7 @@ def rules_of(options: Options, spec: Spec, devices: Mapping[str, int], ranks: in
     ]
     if options.cpu_moe:
         if spec.experts is None:
-            raise PlanError(
+            raise OptionError(
                 f"--n-cpu-moe {options.cpu_moe}: a {spec.architecture} model has no experts; "
                 "leave it out, or use -ngl"
             )
@@ -175,7 +175,7 @@ def _rule(text: str, devices: Mapping[str, int], ranks: int) -> Rule:
     target, is_rule, where = text.strip().rpartition("=")
     shown = f"-ot {text.strip()}"
     if not is_rule or not target or not where:
-        raise PlanError(f"{shown}: expected regex=place, e.g. experts=host or ffn_.*_exps=CPU")
+        raise OptionError(f"{shown}: expected regex=place, e.g. experts=host or ffn_.*_exps=CPU")
     place = _place(shown, where, devices, ranks)
     if role := _ROLE_RULE.fullmatch(target):
         name = "delta_net" if role[1] == "gdn" else role[1]
@@ -185,7 +185,7 @@ def _rule(text: str, devices: Mapping[str, int], ranks: int) -> Rule:
     try:
         return Rule(shown, place, pattern=re.compile(target))
     except re.error as error:
-        raise PlanError(
+        raise OptionError(
             f"{shown}: {target!r} is no regular expression ({error}); a role is one of "
             f"{', '.join(ROLES)}"
         ) from None
@@ -201,7 +201,7 @@ def _place(shown: str, where: str, devices: Mapping[str, int], ranks: int) -> Pl
         if 0 <= rank < ranks:
             return Place("vram", rank)
     there = ", ".join(name for name in devices if name.startswith("cuda")) or "no GPU"
-    raise PlanError(
+    raise OptionError(
         f"{shown}: there is no place {where.strip()!r}; expected vram, pinned, host (CPU), mapped "
         f"or a GPU that is used ({there})"
     )

@@ -23,6 +23,10 @@ class PlanError(ValueError):
     """What was asked for does not fit or is not supported; names the option that would help."""
 
 
+class OptionError(PlanError):
+    """An option has a value that it may not have, here or anywhere."""
+
+
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
     """A plain description that kernels provides of one implementation of Ops."""
 

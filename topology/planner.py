@@ -14,10 +14,19 @@ from voltapile.topology.choices import as_chosen, chosen
 from voltapile.topology.draft import Draft, TensorTable, draft_of, finish
 from voltapile.topology.forecast import forecast, rate
 from voltapile.topology.machine import Machine
-from voltapile.topology.plan import Backend, Options, Plan, PlanError, sealed, unbuilt
+from voltapile.topology.plan import (
+    Backend,
+    OptionError,
+    Options,
+    Plan,
+    PlanError,
+    sealed,
+    unbuilt,
+)
 from voltapile.topology.ranks import seen, spreads
 from voltapile.topology.spec import Spec, SpecError
 
+LEAST_ASKED = 32  # tokens of a context: a chat template alone takes as many
 MOST_STEPS = 16  # in flight
 WORTH = 1.05  # times as fast a Plan must be for more GPUs
 
@@ -67,7 +76,7 @@ def _as_chosen(spec: Spec, options: Options) -> Spec:
     try:
         return as_chosen(spec, chosen(options))
     except SpecError as error:
-        raise PlanError(str(error)) from None
+        raise OptionError(str(error)) from None
 
 
 def _check(options: Options) -> None:
@@ -82,9 +91,13 @@ def _check(options: Options) -> None:
     }
     for option, (value, least) in limits.items():
         if not least <= value < 2**31:
-            raise PlanError(f"{option} {value}: expected {least} to 2^31 - 1")
+            raise OptionError(f"{option} {value}: expected {least} to 2^31 - 1")
+    if 0 < options.context < LEAST_ASKED:
+        raise OptionError(
+            f"-c {options.context}: expected {LEAST_ASKED} at least, or 0: as trained"
+        )
     if not 0 <= options.steps_in_flight <= MOST_STEPS:
-        raise PlanError(
+        raise OptionError(
             f"--steps-in-flight {options.steps_in_flight}: expected 1 to {MOST_STEPS}, or 0 to "
             "choose"
         )

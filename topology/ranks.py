@@ -15,7 +15,7 @@ from voltapile.shm.formats import format_of
 from voltapile.shm.gguf import Tensor
 from voltapile.topology.affinity import choose_cpus
 from voltapile.topology.machine import CpuNode, Machine, islands
-from voltapile.topology.plan import Backend, Options, PlanError
+from voltapile.topology.plan import Backend, OptionError, Options, PlanError
 from voltapile.topology.share import Share, by_positions, divide, layer_shares, tensor_shares, whole
 from voltapile.topology.spec import Spec
 
@@ -53,9 +53,9 @@ def seen(machine: Machine, backend: Backend, options: Options) -> Machine:
         for index in options.devices:
             if index not in known:
                 there = ", ".join(f"cuda:{each}" for each in known) or "none"
-                raise PlanError(f"--device cuda:{index}: no such GPU; there is {there}")
+                raise OptionError(f"--device cuda:{index}: no such GPU; there is {there}")
             if options.devices.count(index) > 1:
-                raise PlanError(f"--device cuda:{index}: named twice; a GPU takes one rank")
+                raise OptionError(f"--device cuda:{index}: named twice; a GPU takes one rank")
         gpus = [known[index] for index in options.devices]
     if backend.in_vram and (old := [gpu for gpu in gpus if gpu.arch < LEAST_ARCH]):
         raise PlanError(
@@ -65,7 +65,7 @@ def seen(machine: Machine, backend: Backend, options: Options) -> Machine:
     if options.vram_bytes and gpus:
         given = options.vram_bytes * (len(gpus) if len(options.vram_bytes) == 1 else 1)
         if len(given) != len(gpus):
-            raise PlanError(
+            raise OptionError(
                 f"--vram: {len(given)} sizes for {len(gpus)} GPUs; give one, or one for each"
             )
         gpus = [
@@ -96,7 +96,7 @@ def spreads(
         warnings.append("-sm row: taken as -sm tensor, which cuts rows of all matrices")
         wanted = "tensor"
     if wanted == "experts" and spec.experts is None:
-        raise PlanError(
+        raise OptionError(
             f"-sm experts: a {spec.architecture} model has no experts; use -sm tensor or layer"
         )
     usual = wanted or ("experts" if spec.experts else "tensor")
@@ -123,26 +123,28 @@ def _by_positions(spec: Spec, backend: Backend, shares: Sequence[Share]) -> list
     elif any(share.heads[0] == share.heads[1] for share in shares):
         reason = f"there are more ranks ({len(shares)}) than query heads that they could compute"
     if reason:
-        raise PlanError(f"--kv-split positions: {reason}; use --kv-split heads")
+        raise OptionError(f"--kv-split positions: {reason}; use --kv-split heads")
     return by_positions(spec, shares, backend.page_tokens)
 
 
 def _check(machine: Machine, backend: Backend, options: Options) -> None:
     ranks, mode = options.ranks, options.split_mode
     if not 0 <= ranks <= MAX_RANKS:
-        raise PlanError(f"--ranks {ranks}: expected 1 to {MAX_RANKS}, or 0 to choose")
+        raise OptionError(f"--ranks {ranks}: expected 1 to {MAX_RANKS}, or 0 to choose")
     if mode and mode not in (*MODES, "row"):
-        raise PlanError(f"-sm {mode}: expected one of {', '.join(MODES)}")
+        raise OptionError(f"-sm {mode}: expected one of {', '.join(MODES)}")
     if options.kv_split not in ("", "heads", "positions"):
-        raise PlanError(f"--kv-split {options.kv_split}: expected heads or positions")
+        raise OptionError(f"--kv-split {options.kv_split}: expected heads or positions")
     if mode == "none" and ranks > 1:
-        raise PlanError(f"-sm none computes on one rank, but --ranks is {ranks}")
+        raise OptionError(f"-sm none computes on one rank, but --ranks is {ranks}")
     if not backend.in_vram:
         return
     if not machine.gpus:
-        raise PlanError(f"--backend {backend.name}: this machine has no GPU that the driver shows")
+        raise OptionError(
+            f"--backend {backend.name}: this machine has no GPU that the driver shows"
+        )
     if ranks > len(machine.gpus):
-        raise PlanError(
+        raise OptionError(
             f"--ranks {ranks}: this machine has {len(machine.gpus)} GPU(s); each rank takes one"
         )
 
@@ -192,11 +194,11 @@ def _proportions(
         return [size / 2**30 for size in free] if differs else [1.0] * ranks
     shown = ",".join(f"{each:g}" for each in given)
     if any(not (math.isfinite(each) and each >= 0) for each in given):
-        raise PlanError(f"-ts {shown}: expected numbers that are not negative")
+        raise OptionError(f"-ts {shown}: expected numbers that are not negative")
     if not any(given):
-        raise PlanError(f"-ts {shown}: all parts are 0; give at least one rank a part")
+        raise OptionError(f"-ts {shown}: all parts are 0; give at least one rank a part")
     if len(given) != ranks:
-        raise PlanError(
+        raise OptionError(
             f"-ts {shown}: {len(given)} parts for {ranks} rank(s); give one number for each rank"
         )
     return list(given)
@@ -212,7 +214,7 @@ def _shares(
         found = layer_shares(spec, parts)
         for rank, share in enumerate(found):
             if not share.layers:
-                raise PlanError(
+                raise OptionError(
                     f"-sm layer: rank {rank} would have none of the {spec.layers} layers; use "
                     "fewer ranks or a more even -ts"
                 )

@@ -55,7 +55,7 @@ def make_app(
     keepalive_seconds: float = 15.0,
     write_seconds: float = 60.0,
 ) -> web.Application:
-    """The application. defaults: of sampling. metrics, webui: whether /metrics and the page at /
+    """The application. defaults: of requests. metrics, webui: whether /metrics and the page at /
     exist."""
     app = web.Application(
         middlewares=[_observe, error_middleware, _allow_origins, _authorise],

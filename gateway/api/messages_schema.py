@@ -31,11 +31,10 @@ def messages_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAU
         thinking.number("budget_tokens", -1, -1, 2**31)  # or the error has another name
         taken["reasoning_budget"] = thinking.integer("budget_tokens")
     options = read_options(
-        Fields(taken),
+        Fields(taken).over(defaults),
         default_tokens=UNLIMITED,
         logprobs=-1,
         vocab_size=vocab_size,
-        defaults=defaults,
     )
     if fields.values.get("stop_sequences") is not None:
         fields.list("stop_sequences")
@@ -48,7 +47,7 @@ def messages_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAU
     prefill = _prefill(messages, thinks)
     if not messages:
         raise bad_request("'messages' must hold something to answer", "messages")
-    kwargs = dict(fields.object("chat_template_kwargs").values)
+    kwargs = dict(fields.over(defaults).object("chat_template_kwargs").values)
     return ChatRequest(
         messages=messages,
         template_kwargs={"enable_thinking": thinks} | kwargs,

@@ -26,7 +26,7 @@ MAX_BIAS = 100.0
 NEVER = -math.inf  # llama-server's false
 UNLIMITED = -1
 
-Defaults = Mapping[str, float]  # of sampling, by field, as the server was told at its start
+Defaults = Mapping[str, Any]  # fields of a request that names none, as the server was told
 NO_DEFAULTS: Defaults = {}
 
 # name -> values that change nothing, beside null. Anything else is refused.
@@ -91,11 +91,10 @@ def read_options(
     logprobs: int,
     vocab_size: int,
     least_tokens: int = 1,
-    defaults: Defaults = NO_DEFAULTS,
 ) -> Options:
     """logprobs: see chat_logprobs and completion_logprobs. Raises a 400 that names the field."""
     _refuse_unsupported(fields)
-    fields = obeyed(fields.over(defaults))
+    fields = obeyed(fields)
     stream_options = fields.object("stream_options")
     return Options(
         max_tokens=_max_tokens(fields, default_tokens, least_tokens),

@@ -91,10 +91,14 @@ def _default_settings(services: Services) -> dict[str, Any]:
         top_k=defaults["top_k"],
         top_p=defaults["top_p"],
         min_p=defaults["min_p"],
-        penalty_window=defaults["repeat_last_n"],
+        penalty_window=max(0, defaults["repeat_last_n"]),  # -1: all, which is 0 there
+        repetition_penalty=defaults.get("repeat_penalty", 1.0),
+        presence_penalty=defaults.get("presence_penalty", 0.0),
+        frequency_penalty=defaults.get("frequency_penalty", 0.0),
     )
     settings = generation_settings(sampling, None, 0)
-    return settings | {"seed": -1, "max_tokens": -1, "n_predict": -1, "ignore_eos": False}
+    told = {"seed": defaults.get("seed", -1), "max_tokens": -1, "n_predict": -1}
+    return settings | told | {"ignore_eos": False}
 
 
 def _text(services: Services, token: int | None) -> str:

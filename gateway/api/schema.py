@@ -50,14 +50,13 @@ class CompletionRequest:
 
 
 def chat_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
-    fields = Fields.parse(body)
+    fields = Fields.parse(body).over(defaults)
     _check_ignored(fields)
     options = read_options(
         fields,
         default_tokens=UNLIMITED,
         logprobs=chat_logprobs(fields),
         vocab_size=vocab_size,
-        defaults=defaults,
     )
     given = fields.list("messages")
     if not given:
@@ -80,7 +79,7 @@ def chat_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS)
 def completion_request(
     body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS
 ) -> CompletionRequest:
-    fields = Fields.parse(body)
+    fields = Fields.parse(body).over(defaults)
     _check_ignored(fields)
     echo = fields.flag("echo")
     options = read_options(
@@ -89,7 +88,6 @@ def completion_request(
         least_tokens=0 if echo else 1,
         logprobs=completion_logprobs(fields),
         vocab_size=vocab_size,
-        defaults=defaults,
     )
     prompts = prompt_list(fields.values.get("prompt"), "prompt", MAX_PROMPTS, vocab_size)
     if len(prompts) * options.n > MAX_PROMPTS:

@@ -41,7 +41,7 @@ class Services:
     plan: Plan
     metrics: Metrics
     grammars: Grammars
-    defaults: Defaults = field(default_factory=dict)  # of sampling, where a request names none
+    defaults: Defaults = field(default_factory=dict)  # of fields that a request does not name
     api_keys: tuple[str, ...] = ()
     keepalive_seconds: float = 15.0  # an SSE comment after so long without an event
     write_seconds: float = 60.0  # a client that takes nothing for so long is gone

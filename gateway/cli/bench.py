@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from voltapile.gateway.cli.options import add_model_options, make_plan, read_plan
+from voltapile.gateway.cli.parser import UsageError
 
 if TYPE_CHECKING:
     from voltapile.shm.gguf import Gguf
@@ -69,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
     if args.replay:
         return run_replay(args)
     if args.plan or not args.model:
-        raise ValueError("give -m FILE; --plan is for --replay")
+        raise UsageError("give -m FILE; --plan is for --replay")
     if min(args.n_prompt, args.n_gen, args.repetitions, *args.streams) < 1:
-        raise ValueError("-p, -n, -r and --streams must be at least 1")
+        raise UsageError("-p, -n, -r and --streams must be at least 1")
     if args.json and max(len(args.threads), len(args.streams)) > 1:
-        raise ValueError("--json prints one object: give one thread count with -t, one --streams")
+        raise UsageError("--json prints one object: give one thread count with -t, one --streams")
     with machine_lock():
         is_first = True
         for threads in args.threads:
@@ -95,9 +96,9 @@ def run_replay(args: argparse.Namespace) -> int:
     from voltapile.gateway.cli.replay import replay
 
     if (args.plan is None) == (args.model is None):
-        raise ValueError("--replay needs either --plan FILE or -m FILE")
+        raise UsageError("--replay needs either --plan FILE or -m FILE")
     if len(args.threads) > 1:
-        raise ValueError("--replay takes one thread count")
+        raise UsageError("--replay takes one thread count")
     chosen = argparse.Namespace(**{**vars(args), "threads": args.threads[0]})
     plan = read_plan(args.plan) if args.plan else make_plan(chosen)
     with machine_lock():
@@ -128,19 +129,20 @@ def measure(args: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
     project's other benches."""
     from voltapile.gateway.cli.bench_load import CHUNK, Load, gpu_idle
     from voltapile.gateway.cli.bench_ranks import open_driven
+    from voltapile.topology.planner import LEAST_ASKED
 
     if args.n_depth < 0 or args.n_depth % CHUNK:
-        raise ValueError(f"-d must be a multiple of {CHUNK}")
+        raise UsageError(f"-d must be a multiple of {CHUNK}")
     length = args.n_depth + args.n_prompt + args.n_gen + 1
     chosen = argparse.Namespace(
-        **{**vars(args), "threads": threads, "ctx_size": args.ctx_size or length}
+        **{**vars(args), "threads": threads, "ctx_size": args.ctx_size or max(LEAST_ASKED, length)}
     )
     chosen.parallel = max(args.parallel, *args.streams)
     plan = make_plan(chosen)
     if plan.context < length:
-        raise ValueError(f"-d, -p and -n need more than the context of {plan.context} tokens")
+        raise UsageError(f"-d, -p and -n need more than the context of {plan.context} tokens")
     if args.n_depth and len(plan.ranks) > 1:
-        raise ValueError("-d fills the caches of one rank, and the plan has several")
+        raise UsageError("-d fills the caches of one rank, and the plan has several")
     random = np.random.default_rng(args.seed)
     with open_driven(plan, args.dummy) as engine:
         ids = ordinary_ids(engine.gguf)

@@ -53,7 +53,7 @@ def installation(found: Machine) -> Iterator[Finding]:
         return
     if importlib.util.find_spec("cupy") is None:
         yield Finding("fault", "there are GPUs, and cupy is not installed: the CPU would compute",
-                      "pip install 'voltapile[cuda]'")  # fmt: skip
+                      ".venv/bin/pip install '.[cuda]'")  # fmt: skip
         return
     yield from _cuda([gpu.bus for gpu in found.gpus])
 
@@ -67,7 +67,7 @@ def _cuda(buses: list[str]) -> Iterator[Finding]:
 
         seen = addresses()
     except (ImportError, OSError) as error:
-        yield Finding("fault", f"cupy does not load: {error}", "pip install 'voltapile[cuda]'")
+        yield Finding("fault", f"cupy does not load: {error}", ".venv/bin/pip install '.[cuda]'")
         return
     if len(seen) < len(buses):
         yield Finding(

@@ -17,6 +17,7 @@ import argparse
 from pathlib import Path
 
 from voltapile.gateway.cli.options import add_model_options, make_plan, read_plan
+from voltapile.gateway.cli.parser import UsageError
 from voltapile.gateway.cli.serve import Server, add_http_options, run_loop
 
 
@@ -31,6 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
 
     if (args.plan is None) == (args.model is None):
-        raise ValueError("give either --plan FILE or -m FILE")
+        raise UsageError("give either --plan FILE or -m FILE")
     plan = read_plan(args.plan) if args.plan else make_plan(args)
     return run_loop(Server(plan, args, starts_workers=False).run())

@@ -1,15 +1,18 @@
 """The command `voltapile`: a thin dispatcher that imports what a subcommand needs when it runs.
 
-Errors that are the caller's become one line on standard error and exit code 1.
+Errors that are the caller's become one line on standard error and exit code 1, or 2 where an option
+is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import os
 import sys
+
+from voltapile.gateway.cli.llama_server import tell_without_effect
+from voltapile.gateway.cli.parser import WRONG, HelpFormatter, Parser, UsageError
 
 COMMANDS = {
     "serve": "gateway, worker and HTTP API at once",
@@ -24,24 +27,15 @@ COMMANDS = {
 }
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default in ("", []):
-            return action.help
-        return super()._get_help_string(action)
-
-
-def parser_for(command: str) -> argparse.ArgumentParser:
+def parser_for(command: str) -> Parser:
     """The parser of one subcommand; imports only that subcommand's module."""
     module = importlib.import_module(f"voltapile.gateway.cli.{command}")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"voltapile {command}",
         description=COMMANDS[command],
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--verbose", action="store_true", help="log more")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     module.add_arguments(parser)
     parser.set_defaults(run=module.run)
     return parser
@@ -88,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.DEBUG if args.verbose else logging.INFO,
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
     )
+    tell_without_effect(args)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -96,7 +91,14 @@ def main(argv: list[str] | None = None) -> int:
         if args.verbose:
             raise
         print(f"voltapile: {told(error)}", file=sys.stderr)
-        return 1
+        return WRONG if is_usage(error) else 1
+
+
+def is_usage(error: Exception) -> bool:
+    """Whether an option has a value that it may not have."""
+    from voltapile.topology.plan import OptionError
+
+    return isinstance(error, UsageError | OptionError)
 
 
 def told(error: Exception) -> str:

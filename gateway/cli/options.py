@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from voltapile.gateway.cli.llama_server import add_without_effect
+from voltapile.gateway.cli.parser import UsageError
+
 if TYPE_CHECKING:
     from voltapile.shm.gguf import Gguf
     from voltapile.topology.machine import Machine
@@ -33,7 +36,7 @@ def add_model_options(
     """Everything that goes into a Plan. threads: reads -t, which a bench takes as a list."""
     add = parser.add_argument
     add("-m", "--model", required=requires_model, metavar="FILE",
-        help="GGUF file, or any shard of one")  # fmt: skip
+        help="GGUF file, or any shard of one; demo: SmolLM2, fetched once")  # fmt: skip
     add("-c", "--ctx-size", type=int, default=0, metavar="N",
         help="tokens that one request may use; 0: as trained, if that fits")  # fmt: skip
     add("-np", "--parallel", type=int, default=0, metavar="N",
@@ -42,10 +45,38 @@ def add_model_options(
         help="CPU threads of all ranks; 0: one for each core of a node")  # fmt: skip
     add("-b", "--batch-size", type=int, default=512, metavar="N",
         help="most tokens of one step")  # fmt: skip
+    add("-ub", "--ubatch-size", type=int, default=0, metavar="N",
+        help="the same: the smaller one counts")  # fmt: skip
     add("--steps-in-flight", type=int, default=0, metavar="N",
         help="steps under way at once; 0: 2, or 1 in layer mode")  # fmt: skip
-    add("-ctk", "--cache-type-k", default="", metavar="TYPE", help="type of the cached keys")
-    add("-ctv", "--cache-type-v", default="", metavar="TYPE", help="type of the cached values")
+    add(
+        "-ctk",
+        "--cache-type-k",
+        default="",
+        metavar="TYPE",
+        help="type of the cached keys: f16, f32 or q8_0",
+    )
+    add(
+        "-ctv",
+        "--cache-type-v",
+        default="",
+        metavar="TYPE",
+        help="type of the cached values: f16, f32 or q8_0",
+    )
+    add("-a", "--alias", default="", metavar="NAME", help="the model's name for clients")
+    add("--no-mmap", action="store_true",
+        help="copy the weights into huge pages: a slower start, faster decoding")  # fmt: skip
+    add("--backend", default=DEFAULT_BACKEND, choices=BACKENDS,
+        help="who computes; auto: cuda where there is a GPU, else cpu")  # fmt: skip
+    add("--machine", default=None, metavar="FILE", help="plan for the machine in this JSON file")
+    _add_family_options(parser)
+    _add_placement_options(parser)
+    add_without_effect(parser)
+
+
+def _add_family_options(parser: argparse.ArgumentParser) -> None:
+    """What matters to some families of models: states, n-grams, indexers, ropes."""
+    add = parser.add_argument
     add("-ctxcp", "--ctx-checkpoints", dest="checkpoints", type=int, default=32, metavar="N",
         help="states of a hybrid model that are kept for later turns, for each of -np")  # fmt: skip
     add("-cpent", "--checkpoint-every-n-tokens", dest="checkpoint_tokens", type=int, default=4096,
@@ -63,13 +94,6 @@ def add_model_options(
         help="the context that the model was trained with before that")  # fmt: skip
     add("--router-input", default="bf16", choices=("bf16", "f32"),
         help="f32: do not round it where a model's router was trained on BF16")  # fmt: skip
-    add("-a", "--alias", default="", metavar="NAME", help="the model's name for clients")
-    add("--no-mmap", action="store_true",
-        help="copy the weights into huge pages: a slower start, faster decoding")  # fmt: skip
-    add("--backend", default=DEFAULT_BACKEND, choices=BACKENDS,
-        help="who computes; auto: cuda where there is a GPU, else cpu")  # fmt: skip
-    add("--machine", default=None, metavar="FILE", help="plan for the machine in this JSON file")
-    _add_placement_options(parser)
 
 
 def _add_placement_options(parser: argparse.ArgumentParser) -> None:
@@ -100,11 +124,11 @@ def _add_placement_options(parser: argparse.ArgumentParser) -> None:
         "= vram, pinned, host, mapped or cuda:N; the first rule that matches counts")  # fmt: skip
     add("-fit", "--fit", default="on", choices=("on", "off"),
         help="move out of VRAM what does not fit and no rule speaks of")  # fmt: skip
-    add("--host-memory", type=size, default=0, metavar="SIZE",
+    add("--host-memory", type=size, metavar="SIZE",
         help="free memory of the host, e.g. 64G, instead of what is seen")  # fmt: skip
     add("--vram", type=sizes, default=[], metavar="SIZE,...",
         help="free memory of each GPU, or of all of them, instead of what is seen")  # fmt: skip
-    add("--margin", type=size, default=256 << 20, metavar="SIZE",
+    add("--margin", type=size, default="256M", metavar="SIZE",
         help="memory of each device that stays free")  # fmt: skip
 
 
@@ -244,10 +268,21 @@ def read_inputs(args: argparse.Namespace, endpoint: str = "") -> Inputs:
     from voltapile.topology.architectures import spec_of
     from voltapile.topology.plan import Backend
 
-    with Gguf.open(Path(args.model).expanduser()) as gguf:
+    with Gguf.open(model_path(args.model)) as gguf:
         computer = machine.load(args.machine) if args.machine else machine.probe()
         backend = Backend(**describe(choose_backend(args, computer)))
         return Inputs(spec_of(gguf), gguf, computer, backend, options_of(args, endpoint))
+
+
+def model_path(name: str) -> Path:
+    """What -m names. Raises OSError, UsageError."""
+    if not name:
+        raise UsageError("-m: no file is named")
+    if name == "demo":
+        from voltapile.gateway.cli import demo
+
+        return demo.fetch(demo.default_directory())
+    return Path(name).expanduser()
 
 
 def options_of(args: argparse.Namespace, endpoint: str = "") -> Options:
@@ -257,7 +292,7 @@ def options_of(args: argparse.Namespace, endpoint: str = "") -> Options:
         context=args.ctx_size,
         slots=args.parallel,
         threads=args.threads,
-        batch_tokens=args.batch_size,
+        batch_tokens=min(args.batch_size, args.ubatch_size or args.batch_size),
         steps_in_flight=args.steps_in_flight,
         cache_type_k=args.cache_type_k,
         cache_type_v=args.cache_type_v,
@@ -284,7 +319,7 @@ def options_of(args: argparse.Namespace, endpoint: str = "") -> Options:
         rope_original=args.yarn_orig_ctx,
         compress_ratio=args.compress_ratio,
         fit=args.fit == "on",
-        host_bytes=args.host_memory,
+        host_bytes=args.host_memory or 0,
         vram_bytes=args.vram,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +67,7 @@ def written(plan: Plan, path: Path) -> str:
     workers = " ".join(f"voltapile-worker@{rank.rank}" for rank in plan.ranks)
     text = f"written to {path}; with the units of systemd/: systemctl enable {workers}"
     if plan.backend == "cuda" and importlib.util.find_spec("cupy") is None:
-        text += "\nwarning: cupy is not installed here: pip install 'voltapile[cuda]'"
+        text += "\nwarning: cupy is not installed here: .venv/bin/pip install '.[cuda]'"
     return text
 
 
@@ -76,7 +77,14 @@ def predictions(inputs: Inputs, plan: Plan) -> list[str]:
 
     told = forecast(inputs.spec, inputs.gguf.tensors, plan, inputs.machine)
     if told is None:
-        return ["speed: not predicted, since the bandwidth of this machine's memory is not known"]
+        if plan.backend != "cuda":
+            return [
+                f"speed: not predicted for CPUs; voltapile bench -m {shlex.quote(plan.model[0])}"
+            ]
+        return [
+            "speed: not predicted: the machine's file lacks a bandwidth (of a GPU, its link, a node "
+            "or the drive); voltapile probe -m FILE measures the drive's, write others into it"
+        ]
     known = "by figures of one such card" if told.is_measured else "arithmetic, not measured"
     lines = [
         f"speed, predicted ({known}): one stream {rate(told.decode)} tokens/s, "

@@ -6,6 +6,7 @@ Says how fast they run and whether each gives the tokens that the recording hold
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -77,6 +78,7 @@ def replay(path: Path, plan: Plan, as_json: bool) -> int:
     from voltapile.workers.protocol import Ready, Result, Step
 
     found, life = Replay(), 0
+    plans: set[str] = set()
     results: dict[int, deque[Result]] = {}
     with path.open("rb") as file:
         rounds = counts(messages(file, path))
@@ -85,6 +87,7 @@ def replay(path: Path, plan: Plan, as_json: bool) -> int:
             match message:
                 case Ready():
                     check(message, plan, path)
+                    plans.add(message.plan)
                     engine.forget()
                     results, life = {}, life + 1
                 case Step():
@@ -94,6 +97,12 @@ def replay(path: Path, plan: Plan, as_json: bool) -> int:
                     found.compare(results[message.id].popleft(), message)
     if not found.steps:
         raise ValueError(f"{path}: no Step is in this log")
+    for other in sorted(plans - {plan.id, ""}):
+        print(
+            f"{path} was recorded with plan {other}, and this is plan {plan.id}: other options, "
+            "another machine or another version; times and close tokens may differ",
+            file=sys.stderr,
+        )
     report(found, as_json)
     return 1 if found.differences else 0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from voltapile.gateway.cli.options import add_model_options, make_plan
+from voltapile.gateway.cli.options import add_model_options, make_plan, model_path
 
 if TYPE_CHECKING:
     from voltapile.workers.engine import Engine
@@ -69,7 +69,7 @@ def read_ids(args: argparse.Namespace) -> np.ndarray:
     from voltapile.shm.gguf import Gguf
     from voltapile.topology.architectures import spec_of
 
-    with Gguf.open(args.model) as gguf:
+    with Gguf.open(model_path(args.model)) as gguf:
         rows = spec_of(gguf).vocab
         if args.file:
             text = args.file.read_text(encoding="utf-8")

@@ -18,7 +18,13 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from voltapile.gateway.cli.llama_server import (
+    add_request_defaults,
+    request_defaults,
+    template_source,
+)
 from voltapile.gateway.cli.options import add_model_options, make_plan
+from voltapile.gateway.cli.parser import UsageError
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -57,6 +63,7 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         help="serve /metrics for Prometheus")  # fmt: skip
     add("--webui", action=argparse.BooleanOptionalAction, default=True,
         help="serve the page at /")  # fmt: skip
+    add_request_defaults(parser)
 
 
 def port(text: str) -> int:
@@ -78,10 +85,6 @@ def milliseconds(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     from voltapile.topology.endpoint import private_endpoint
 
-    if args.model == "demo":
-        from voltapile.gateway.cli import demo
-
-        args.model = str(demo.fetch(demo.default_directory()))
     plan = make_plan(args, private_endpoint())
     if args.record:
         args.record.open("ab").close()  # what cannot be written is told before loading
@@ -181,10 +184,10 @@ class Server:
         from voltapile.gateway.api.app import make_app
 
         tokenizer, template = self._language()
-        keys, metrics = api_keys(self.args), self.args.metrics
         app = make_app(
             engine, tokenizer, template, self.plan,
-            api_keys=keys, metrics=metrics, webui=self.args.webui,
+            api_keys=api_keys(self.args), defaults=request_defaults(self.args),
+            metrics=self.args.metrics, webui=self.args.webui,
         )  # fmt: skip
         gc.collect()
         gc.freeze()  # or each full collection looks at all of this again
@@ -196,11 +199,14 @@ class Server:
         from voltapile.gateway.tokenizer import Tokenizer
         from voltapile.shm.gguf import Gguf
 
+        instead = template_source(self.args)
         with Gguf.open(Path(self.plan.model[0])) as gguf:
             tokenizer = Tokenizer.from_gguf(gguf)
             try:
-                return tokenizer, ChatTemplate.from_metadata(gguf.metadata)
+                return tokenizer, ChatTemplate.from_metadata(gguf.metadata, instead)
             except TemplateError as error:
+                if instead:
+                    raise UsageError(f"--chat-template: {error}") from None
                 self._say(f"no chat: {error}")
                 self.can_chat = False
                 return tokenizer, None
@@ -255,12 +261,12 @@ class Server:
         key = " -H 'Authorization: Bearer KEY'" if api_keys(self.args) else ""
         if self.can_chat:
             path = "chat/completions"
-            prompt = '"messages": [{"role": "user", "content": "Why is the sky blue?"}]'
+            asked = '"messages": [{"role": "user", "content": "What is the capital of France?"}]'
         else:
-            path, prompt = "completions", '"prompt": "The sky is blue because"'
+            path, asked = "completions", '"prompt": "The capital of France is"'
         return (
-            f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' \\\n"
-            f"  -d '{{{prompt}, \"max_tokens\": 100}}'"
+            f"curl -s {url}/v1/{path}{key} -H 'Content-Type: application/json' \\\n"
+            f"  -d '{{{asked}, \"temperature\": 0}}'"
         )
 
     @staticmethod

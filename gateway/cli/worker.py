@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from voltapile.gateway.cli.options import add_model_options, make_plan, read_plan
+from voltapile.gateway.cli.parser import UsageError
 from voltapile.gateway.cli.serve import port
 
 
@@ -29,10 +30,10 @@ def run(args: argparse.Namespace) -> int:
     from voltapile.workers.process import Worker
 
     if (args.plan is None) == (args.model is None):
-        raise ValueError("give either --plan FILE or -m FILE")
+        raise UsageError("give either --plan FILE or -m FILE")
     plan = read_plan(args.plan) if args.plan else make_plan(args, args.connect)
     if not 0 <= args.rank < len(plan.ranks):
-        raise ValueError(f"--rank {args.rank}: the plan has {len(plan.ranks)} rank(s)")
+        raise UsageError(f"--rank {args.rank}: the plan has {len(plan.ranks)} rank(s)")
     if args.record:
         args.record.open("ab").close()  # the worker empties it, once it is not refused
     status = {"status_port": args.status_port, "notify": args.notify}

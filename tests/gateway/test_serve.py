@@ -151,7 +151,7 @@ def test_it_serves_and_a_signal_ends_it_cleanly(
     program = serve("--step-seconds", "0.02")
     url = url_of(program)
     program.until("^ready")
-    program.until(f"^curl {url}/v1/chat/completions")
+    program.until(f"^curl -s {url}/v1/chat/completions")
     status, answer = ask(f"{url}/v1/completions", {"prompt": [1], "max_tokens": 5})
     assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
     made = mine(program)

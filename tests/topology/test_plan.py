@@ -147,7 +147,7 @@ def test_context_shrinks_to_what_fits(gguf: Gguf, spec: Spec, laptop: Machine) -
     largest = largest_context(spec, gguf, small, BACKEND, Options())
     (warning,) = found.warnings
     assert f"{found.context} of the 4096 trained tokens for lack of memory" in warning
-    assert f"up to -c {min(4096, largest)} would fit, but then the model's 0.9 MiB do not" in warning
+    assert f"up to -c {min(4096, largest)} would fit, but then the model's 0.9 MiB do" in warning
     chosen = plan(spec, gguf, small, BACKEND, Options(context=found.context))
     assert chosen.warnings == []  # was asked for
     assert plan(spec, gguf, small, BACKEND, Options(context=largest)).context == largest

@@ -31,10 +31,13 @@ async def test_the_order_that_is_told_is_the_one_that_is_taken(client, post):
 
 
 async def test_defaults_of_the_server(serve, engine):
-    client = await serve(defaults={"temperature": 0.25, "top_k": 7})
+    client = await serve(
+        defaults={"temperature": 0.25, "top_k": 7, "repeat_penalty": 1.5, "seed": 3}
+    )
     _, body = await get(client, "/props")
     params = body["default_generation_settings"]["params"]
     assert (params["temperature"], params["top_k"], params["min_p"]) == (0.25, 7, 0.05)
+    assert (params["repeat_penalty"], params["seed"]) == (1.5, 3)
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     text = {"prompt": "hi", "max_tokens": 1}
     bodies = {"chat/completions": chat, "completions": text, "messages": chat}

@@ -46,7 +46,7 @@ def test_gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     found = msgspec.structs.replace(probe(), gpus=[gpu])
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     told = [each for each in doctor.installation(found) if each.level == "fault"]
-    assert [each.remedy for each in told] == ["pip install 'voltapile[cuda]'"]
+    assert [each.remedy for each in told] == [".venv/bin/pip install '.[cuda]'"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from voltapile.gateway.cli import main
-from voltapile.topology.plan import to_json
+from voltapile.topology.plan import from_json, to_json
 from voltapile.workers import steplog
 from voltapile.workers.protocol import Ready, Result, Row, Sampling, Step, encode
 
@@ -97,6 +97,16 @@ def test_the_same_options_make_the_same_plan(log: Log, mini: Path) -> None:
     assert main.main(["bench", "--replay", str(log.path), "-m", model, "-c", "256"]) == 0
 
 
+def test_another_plan_is_told_of(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = from_json(log.plan.read_bytes()).id
+    log.messages[0].plan = mine
+    assert log.replay() == 0
+    assert capsys.readouterr().err == ""
+    log.messages[0].plan = "abc"
+    assert log.replay() == 0
+    assert f"was recorded with plan abc, and this is plan {mine}" in capsys.readouterr().err
+
+
 def test_another_plan_is_refused(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     log.messages[0].slots = 5
     assert log.replay() == 1
@@ -120,7 +130,7 @@ def test_not_a_log(log: Log, capsys: pytest.CaptureFixture[str], content: bytes)
     ],
 )
 def test_bad_options(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
-    assert main.main(["bench", *argv]) == 1
+    assert main.main(["bench", *argv]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -29,9 +29,9 @@ def test_the_example_is_one_that_the_model_can_answer(
     server = Server(plan_for(model), args, starts_workers=True)
     server.can_chat = can_chat
     words = shlex.split(server._example(URL))
-    assert words[:2] == ["curl", URL + path]
+    assert words[:3] == ["curl", "-s", URL + path]
     assert "Authorization: Bearer KEY" in words
-    assert set(json.loads(words[-1])) == {field, "max_tokens"}
+    assert set(json.loads(words[-1])) == {field, "temperature"}
 
 
 @pytest.mark.parametrize(("options", "has_page"), [([], True), (["--no-webui"], False)])

@@ -54,15 +54,19 @@ def test_a_log_stays_until_a_worker_has_begun(
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "message", "code"),
     [
-        ([], "either --plan FILE or -m FILE"),
-        (["--plan", "nothing.json"], "nothing.json"),
+        ([], "either --plan FILE or -m FILE", 2),
+        (["--plan", "nothing.json"], "nothing.json", 1),
     ],
 )
 def test_bad_options(
-    capsys: pytest.CaptureFixture[str], started: list[process.Worker], argv: list[str], message: str
+    capsys: pytest.CaptureFixture[str],
+    started: list[process.Worker],
+    argv: list[str],
+    message: str,
+    code: int,
 ) -> None:
-    assert main.main(["worker", *argv]) == 1
+    assert main.main(["worker", *argv]) == code
     assert message in capsys.readouterr().err
     assert not started
