@@ -49,18 +49,18 @@ class Guides:
         while (asked := self._asked.get()) is not None:
             request, tokens = asked
             assert request.guide is not None
-            found: np.ndarray | Exception
+            found: np.ndarray | BaseException
             try:
                 found = request.guide.advance(tokens)
-            except Exception as error:  # the loop tells whose request it ends
+            except BaseException as error:  # Rust's panics, too, or all others wait for ever
                 found = error
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._take, request, found)
 
-    def _take(self, request: Request, found: np.ndarray | Exception) -> None:
+    def _take(self, request: Request, found: np.ndarray | BaseException) -> None:
         if request.state is State.FINISHED:
             return
-        if isinstance(found, Exception):
+        if isinstance(found, BaseException):
             self._fail(request, f"the grammar cannot be followed: {found}")
         else:
             request.mask = found

@@ -62,7 +62,8 @@ class Rounds:
 
     def settle(self, result: Result) -> None:
         """Say in the oldest round's Result how many of its Step follow."""
-        assert self._begun.popleft() == result.id, "Results come in the order of rounds"
+        oldest = self._begun.popleft()
+        assert oldest == result.id, "Results come in the order of rounds"
         result.left = self._begun.count(result.id)
         if self._rest is not None and self._rest.id == result.id:
             if any(row.finish or not row.tokens for row in result.rows):

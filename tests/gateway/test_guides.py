@@ -9,8 +9,12 @@ from voltapile.gateway.request import Chunk, Request, State
 from voltapile.workers.protocol import Sampling
 
 
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
 class Follower:
-    """A Guide that allows the token behind the last one; after 9 nothing."""
+    """A Guide that allows the token behind the last one; after 9 nothing, after 8 it breaks."""
 
     def __init__(self):
         self.mask = np.zeros(1, np.uint32)
@@ -18,6 +22,8 @@ class Follower:
     def advance(self, tokens):
         if tokens[-1] == 9:
             raise GrammarError("nothing fits it")
+        if tokens[-1] == 8:
+            raise Panic("out of bounds")
         return np.array([2 << tokens[-1]], np.uint32)
 
 
@@ -59,6 +65,17 @@ async def test_what_cannot_be_followed_ends_its_request_only(told):
     guides.follow([(bound, Chunk([9]))])
     await asyncio.wait_for(changed.wait(), 5)
     assert news == [(bound, "the grammar cannot be followed: nothing fits it")]
+
+
+async def test_what_breaks_leaves_others_their_masks(told):
+    guides, news, _ = told
+    broken, bound = request(Follower()), request(Follower())
+    guides.follow([(broken, Chunk([8])), (bound, Chunk([3]))])
+    async with asyncio.timeout(5):
+        while len(news) < 2:
+            await asyncio.sleep(0.01)
+    assert news == [(broken, "the grammar cannot be followed: out of bounds"), ()]
+    assert bound.mask.tolist() == [2 << 3]
 
 
 async def test_nothing_is_told_of_what_has_ended(told):
