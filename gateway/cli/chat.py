@@ -1,8 +1,8 @@
 """voltapile chat: talk to a running server from the terminal, over /v1/chat/completions.
 
-At a terminal each line is a turn; Ctrl-C stops an answer, /reset forgets, Ctrl-D ends. Otherwise
-all of standard input is one message, and its answer goes to standard output. It is an ordinary
-client and knows nothing of the server but its HTTP API.
+At a terminal each line is a turn; Ctrl-C stops an answer, /help lists commands, Ctrl-D ends.
+Otherwise all of standard input is one message, and its answer goes to standard output. It is an
+ordinary client and knows nothing of the server but its HTTP API.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from typing import Any
 import aiohttp
 
 HELP = "Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D ends"
+COMMANDS = {
+    "/help": "this list",
+    "/reset": "forget the conversation",
+    "/quit": "end, as Ctrl-D does",
+}
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # as the page takes them from /props
 
 Message = dict[str, str]
 
@@ -28,16 +34,24 @@ class ChatError(ValueError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8080", metavar="URL", help="where the server listens")
+    add("--url", default="http://127.0.0.1:8080", type=base_url, metavar="URL",
+        help="where the server listens")  # fmt: skip
     add("--api-key", default="", metavar="KEY", help="if the server asks for one")
-    add("--model", default="", metavar="NAME", help="if the server has several")
+    add("-m", "--model", default="", metavar="NAME", help="if the server has several")
     add("-sys", "--system", default="", metavar="TEXT", help="the system message")
     add("--temp", "--temperature", dest="temperature", type=float, metavar="X",
-        help="0: the likeliest tokens; without it the server's default, 1")  # fmt: skip
+        help="0: the likeliest tokens; without it as the server says")  # fmt: skip
     add("--top-k", type=int, metavar="N", help="of so many likeliest tokens only")
     add("--top-p", type=float, metavar="X", help="of the likeliest that make up X")
+    add("--min-p", type=float, metavar="X", help="of those so likely, the likeliest being 1")
     add("-s", "--seed", type=int, metavar="N", help="the same again gives the same answer")
     add("-n", "--max-tokens", type=int, metavar="N", help="end an answer after N tokens")
+
+
+def base_url(text: str) -> str:
+    """Also as people shorten it, or as OpenAI's clients are given it."""
+    url = text if "://" in text else f"http://{text}"
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     text = sys.stdin.read().strip()
     if not text:
         raise ChatError("standard input is empty: nothing to say")
+    asyncio.run(_take_defaults(args))
     asyncio.run(_answer(args, [*_opening(args), {"role": "user", "content": text}]))
     return 0
 
@@ -54,21 +69,35 @@ def _converse(args: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() a history and line editing)
     asyncio.run(_greet(args))
+    asyncio.run(_take_defaults(args))
     messages = _opening(args)
     while True:
         try:
-            text = input("> ").strip()
+            line = input("> ")
         except EOFError:
             print()
             return 0
         except KeyboardInterrupt:
             print(f"\n{HELP}")
             continue
+        text = line.strip()
+        if text == "/quit":
+            return 0
         if text == "/reset":
             messages = _opening(args)
             print("(forgotten)")
+        elif line.startswith("/"):
+            _explain(text)
         elif text:
             messages = _turn(args, [*messages, {"role": "user", "content": text}])
+
+
+def _explain(text: str) -> None:
+    """The list, for a command that is none."""
+    if text != "/help":
+        print(f"there is no command {text.split()[0]}; a blank before the / sends the line")
+    for name, what in COMMANDS.items():
+        print(f"{name:8} {what}")
 
 
 def _turn(args: argparse.Namespace, messages: list[Message]) -> list[Message]:
@@ -96,11 +125,24 @@ async def _greet(args: argparse.Namespace) -> None:
     print(f"{', '.join(names) or 'a model'} at {args.url}. {HELP}.")
 
 
+async def _take_defaults(args: argparse.Namespace) -> None:
+    """What no option says, as a server with llama-server's /props says it; others have none."""
+    try:
+        async with _request(args, "GET", "/props") as response:
+            told = (await _object(response)).get("default_generation_settings") or {}
+        params = told.get("params") or {}
+    except (ChatError, AttributeError):
+        return
+    for name in SAMPLING:
+        if getattr(args, name) is None and isinstance(params.get(name), int | float):
+            setattr(args, name, params[name])
+
+
 async def _answer(
     args: argparse.Namespace, messages: list[Message], parts: list[str] | None = None
 ) -> None:
     """Print an answer as it comes, and keep it in `parts`, so that a part of it is kept too."""
-    wanted = ("model", "temperature", "top_k", "top_p", "seed", "max_tokens")
+    wanted = ("model", *SAMPLING, "seed", "max_tokens")
     options = {key: getattr(args, key) for key in wanted if getattr(args, key) not in (None, "")}
     body = {"messages": messages, "stream": True, **options}
     async with _request(args, "POST", "/v1/chat/completions", body) as response:
@@ -122,7 +164,7 @@ async def _request(
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-            session.request(method, args.url.rstrip("/") + path, json=body) as response,
+            session.request(method, args.url + path, json=body) as response,
         ):
             if response.status != 200:
                 raise ChatError(await _refusal(response))

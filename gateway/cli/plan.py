@@ -82,8 +82,8 @@ def predictions(inputs: Inputs, plan: Plan) -> list[str]:
                 f"speed: not predicted for CPUs; voltapile bench -m {shlex.quote(plan.model[0])}"
             ]
         return [
-            "speed: not predicted: the machine's file lacks a bandwidth (of a GPU, its link, a node "
-            "or the drive); voltapile probe -m FILE measures the drive's, write others into it"
+            "speed: not predicted: the machine's file lacks a bandwidth (of a GPU, its link, a "
+            "node or the drive); voltapile probe -m FILE measures the drive's, write others into it"
         ]
     known = "by figures of one such card" if told.is_measured else "arithmetic, not measured"
     lines = [

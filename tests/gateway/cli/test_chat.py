@@ -25,9 +25,15 @@ class Server:
         self.status = 200
         self.error: dict[str, Any] | None = None
         self.breaks = False
+        self.params: dict[str, Any] | None = None  # of /props; None: not there
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "tiny"}]})
+
+    async def props(self, request: web.Request) -> web.Response:
+        if self.params is None:
+            raise web.HTTPNotFound
+        return web.json_response({"default_generation_settings": {"params": self.params}})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
@@ -57,6 +63,7 @@ def server() -> Iterator[tuple[Server, str]]:
         nonlocal url
         app = web.Application()
         app.router.add_get("/v1/models", made.models)
+        app.router.add_get("/props", made.props)
         app.router.add_post("/v1/chat/completions", made.chat)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -133,6 +140,32 @@ def test_turns_at_a_terminal(
     assert out.count("Hello é\n") == 3
 
 
+def test_sampling_is_the_servers_unless_said(server: tuple[Server, str], say: Say) -> None:
+    server[0].params = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": -1}
+    assert say("hi", "--top-k", "3") == 0
+    (body,) = server[0].bodies
+    found = {name: value for name, value in body.items() if name not in ("messages", "stream")}
+    assert found == {"temperature": 0.8, "top_k": 3, "top_p": 0.95, "min_p": 0.05}
+
+
+def test_commands(server: tuple[Server, str], say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say("/nonsense here\n/help\n /etc is sent\n/quit\nnever\n", terminal=True) == 0
+    assert [body["messages"][0]["content"] for body in server[0].bodies] == ["/etc is sent"]
+    out = capsys.readouterr().out
+    assert "there is no command /nonsense; " in out
+    assert out.count("/reset   forget the conversation") == 2
+
+
+@pytest.mark.parametrize("shape", ["{}", "{}/", "{}/v1", "{}/v1/"])
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_urls_as_people_write_them(
+    server: tuple[Server, str], say: Say, shape: str, scheme: str
+) -> None:
+    url = shape.format(server[1]).replace("http://", scheme)
+    assert say("hi", "--url", url) == 0
+    assert len(server[0].bodies) == 1
+
+
 def test_ctrl_c_keeps_what_was_said(
     server: tuple[Server, str],
     say: Say,
@@ -192,4 +225,4 @@ def test_nothing_to_say_and_nowhere_to_say_it(say: Say) -> None:
     with pytest.raises(chat.ChatError, match="standard input is empty"):
         say(" \n")
     with pytest.raises(chat.ChatError, match="is not a URL"):
-        say("hi", "--url", "nonsense")
+        say("hi", "--url", "http://:nonsense")
