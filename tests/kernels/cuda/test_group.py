@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import group
-from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.compile import CSRC
-from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance
+from voltapile.kernels.cuda.launch import CudaWeight
 from voltapile.kernels.cuda.links import (
     FLAGS_AT,
     MESSAGE,
@@ -318,136 +316,6 @@ def test_a_sum_with_its_norm_has_the_bits_of_both(ops: EmulatedOps, rows: int, n
 
 def vector_of(ops: EmulatedOps, values: np.ndarray) -> CudaWeight:
     return ops.weight(values.view(np.uint8), "F32", values.shape)
-
-
-class Alone(CudaCollectives):
-    """Writes down what is launched; arrays are numbers. exact: rows of every step."""
-
-    multiprocessors, arch = 4, 70
-
-    def __init__(self, ranks: int = 3, exact: int | None = None) -> None:
-        self.launched: list[str] = []
-        self.exact = exact
-        report = np.zeros(2, np.uint32)
-        self._links = Links(1, 0, ranks, Islands((tuple(range(ranks)),)), report)
-        self._links.norms = True
-        self.end = 1 << 20
-
-    def _launcher(self) -> Any:
-        return self
-
-    def _exact_rows(self, rows: int) -> int:
-        return rows if self.exact is None else self.exact
-
-    def kernel(self, instance: Instance) -> Callable[..., None]:
-        self._catch_up()
-        return lambda grid, block, args, shared=0: self.launched.append(instance.function)
-
-    def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
-        array = DeviceArray(self.end, shape, dtype)
-        self.end += array.nbytes
-        return array
-
-    def constant(self, values: np.ndarray) -> DeviceArray:
-        return self.scratch(values.shape, values.dtype)
-
-    def product(self, *args: Any) -> None:
-        self.launched.append("product")
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        end = self.end
-        yield
-        self.end = end
-
-
-def test_a_sum_waits_for_the_norm_after_it() -> None:
-    ops, shape = Alone(), (2, 4096)
-    x, part, other = (ops.scratch(shape) for _ in range(3))
-    weight = CudaWeight((4096,), 16384, "F32", 1, 16384)
-    ops.all_reduce(part, shape, x)
-    assert ops.launched == []
-    assert ops._norm_late(other, weight, 1e-6) is None  # of something else
-    normed = ops._norm_late(x, weight, 1e-6)
-    assert normed is not None
-    assert normed.shape == shape
-    assert ops.launched == ["group_sum_norm"]
-    assert ops._norm_late(x, weight, 1e-6) is None  # once
-    ops.all_reduce(None, shape, x)
-    ops.all_gather(other, 2, [4096] * 3)
-    assert ops.launched[1:] == ["group_sum", "group_gather"]
-    ops.all_reduce(part, shape, x)
-    ops.end = part.ptr - 8  # so that the norm's rows would lie over other rows' parts
-    assert ops._norm_late(x, weight, 1e-6) is None
-    ops._catch_up()
-    ops._catch_up()
-    assert ops.launched[3:] == ["group_sum"]
-    ops.all_reduce(part, shape)  # into an array of its own: at once
-    assert ops.launched[4:] == ["group_sum"]
-    assert ops._links is not None
-    ops._links.norms = False
-    ops.all_reduce(part, shape, x)
-    assert ops.launched[5:] == ["group_sum"]
-
-
-def test_a_prompts_sum_waits_for_the_norm_after_it() -> None:
-    weight = CudaWeight((4096,), 16384, "F32", 1, 16384)
-    for exact, launched in (
-        (0, ["group_sum_rows"]),
-        (3, ["group_sum", "group_sum_rows"]),
-        (50, ["group_sum_twins", "group_sum_rows"]),
-    ):
-        ops, shape = Alone(2, exact), (128, 4096)
-        x, part = ops.scratch(shape), ops.scratch(shape)
-        ops.all_reduce(part, shape, x)
-        assert (ops._norm_late(x, weight, 1e-6) is not None) == (exact == 0)
-        ops._catch_up()
-        assert ops.launched == launched
-    ops = Alone(3, 3)
-    ops.all_reduce(part, shape, x)
-    assert ops.launched == ["group_sum", "group_sum_pieces"]
-    ops = Alone(2, 3)
-    ops.all_reduce(part[:10], (10, 4096), x[:10])  # too little to be worth it
-    ops._catch_up()
-    assert ops.launched == ["group_sum", "group_sum"]
-
-
-def test_a_prompts_sum_finishes_the_product_before_it() -> None:
-    rows, columns, n = 128, 256, 4096
-    norm = CudaWeight((n,), 4 * n, "F32", 1, 4 * n)
-    matrix = CudaWeight((n, columns), n * columns, "Q8_0", 1, columns // 32 * 34)
-    before = ["tokens_to_half", "weights_to_half", "product"]
-
-    def start(exact: int) -> tuple[Alone, DeviceArray, DeviceArray | None]:
-        ops = Alone(2, exact)
-        x = ops.scratch((rows, n))
-        with ops.scope():
-            ops.scratch((rows, n))  # a layer's normed input, where the next one's will be
-            inner = ops.scratch((rows, columns))
-            return ops, x, ops._product_late(inner, matrix, None, False)
-
-    ops, x, part = start(0)
-    assert ops.launched == before
-    ops.all_reduce(part, (rows, n), x)
-    assert ops._norm_late(x, norm, 1e-6) is not None
-    assert ops.launched == [*before, "group_sum_rows"]
-    ops, x, part = start(0)
-    ops._catch_up()  # it was not a sum's part
-    ops.all_reduce(part, (rows, n), x)
-    ops._catch_up()
-    assert ops.launched == [*before, "finish_sums", "group_sum_rows"]
-    ops, x, part = start(0)
-    ops.all_reduce(None, (rows, n), x)  # of something else
-    ops._catch_up()
-    assert ops.launched == [*before, "finish_sums", "group_sum_rows"]
-    ops, x, part = start(0)
-    ops.all_reduce(part, (rows, n))
-    assert ops.launched == [*before, "group_sum_rows"]
-    ops, x, part = start(0)
-    ops.end = part.ptr if part else 0  # so that the sum would lie over what it is made of
-    ops.all_reduce(part, (rows, n))
-    assert ops.launched == [*before, "finish_sums", "group_sum_rows"]
-    assert start(1)[2] is None
 
 
 @pytest.mark.parametrize("shape", [(2, 4098), (1, 16384), (2, 512), (40, 8192)])
