@@ -13,6 +13,9 @@ from voltapile.gateway.request import Request, State
 # What a loss of the worker counts against a request that was there: a fault is hardly another's, a
 # process that somebody has killed or stopped may well be. So many in all, and the request ends.
 FAULT, KILL, MOST = 3, 1, 6
+# Of the rounds that were still to come only so many may have run, their Results lost on the way. If
+# there were more the worker is lost again, so much further on.
+NEAR = 8
 
 
 class Suspects:
@@ -36,7 +39,8 @@ class Suspects:
             if request is not None and request.state is not State.FINISHED:
                 request.crashes += weight
                 past = max(request.computed, request.total - 1)
-                request.crashed_at = max(request.crashed_at, past)
+                near = min(past, len(request.known) + NEAR)
+                request.crashed_at = max(request.crashed_at, near)
                 self._requests.add(request)
         return [request for request in self._requests if request.crashes >= MOST]
 

@@ -880,6 +880,19 @@ def test_a_suspect_waits_for_a_slot_while_others_go_on() -> None:
     assert {world.finish[request.id] for request in requests} == {"length"}
 
 
+def test_suspects_need_not_wait_for_rounds_that_were_to_come() -> None:
+    world = World(make_plan(context=256, slots=4, pages=(80,), page_tokens=(64,)))
+    requests = [world.add([token], max_position=200) for token in range(4)]
+    assert world.send()
+    assert world.sent[0].rounds == 32
+    world.work(), world.receive()
+    world.crash()
+    while min(len(request.known) for request in requests) < 13:
+        world.send(), world.work(), world.receive()
+    assert max(len(request.known) for request in requests) < 16, "nobody was alone for long"
+    world.run()
+
+
 @pytest.mark.parametrize("free", range(4))
 def test_a_suspect_that_finds_no_page_waits(free: int) -> None:
     """Others hold them, and it was lost further on than it has tokens."""
