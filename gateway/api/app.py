@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 from collections.abc import AsyncIterator, Iterable
 
@@ -93,12 +94,23 @@ async def listening(
     runner = _Runner(app, Connections(inner.server))
     try:
         await runner.setup()
-        await web.TCPSite(runner, host, port).start()
+        await _listen(runner, host, port)
         name = f"[{host}]" if ":" in host else host
         yield f"http://{name}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
         await inner.cleanup()
+
+
+async def _listen(runner: web.ServerRunner, host: str, port: int) -> None:
+    """Raises OSError, which names the address."""
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            message = f"{host}:{port} is in use; --port takes another, 0 a free one"
+            raise OSError(message) from None
+        raise OSError(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
 
 
 async def run(app: web.Application, host: str, port: int, stop: asyncio.Event) -> None:

@@ -124,6 +124,9 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return web.Response(status=CLIENT_LEFT)  # nobody will read it
     except Exception as error:
         answer = from_exception(error)
+        if isinstance(error, web.HTTPNotFound):
+            path = f"unknown path {request.path:.200}: /openapi.json has all"
+            answer = ApiError(404, path, code="not_found")
         if answer.status >= 500:
             log.warning("%s %s: %d %s", request.method, request.path, answer.status, answer)
         return answer.response(request.path)

@@ -40,7 +40,10 @@ async def test_bad_bodies(post, path, body):
 async def test_unknown_paths_and_methods(client, method, path, status):
     async with client.request(method, path) as response:
         assert response.status == status
-        assert is_error(await response.json())
+        body = await response.json()
+        assert is_error(body)
+        if status == 404:
+            assert f"unknown path {path}: " in body["error"]["message"]
         assert ("Allow" in response.headers) == (status == 405)
 
 
@@ -199,9 +202,16 @@ async def test_a_port_in_use_is_an_oserror(engine, tokenizer, plan):
     async with listening(make_app(engine, tokenizer, None, plan), "127.0.0.1", 0) as url:
         port = int(url.rsplit(":", 1)[1])
         second = make_app(engine, tokenizer, None, plan)
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} is in use; --port takes another"):
             async with listening(second, "127.0.0.1", port):
                 pass
+
+
+async def test_an_address_that_is_not_ours_is_named(engine, tokenizer, plan):
+    app = make_app(engine, tokenizer, None, plan)
+    with pytest.raises(OSError, match=r"cannot listen at 192\.0\.2\.1:0: "):  # of documents
+        async with listening(app, "192.0.2.1", 0):
+            pass
 
 
 @pytest.mark.parametrize(
