@@ -40,6 +40,7 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
         self, x: DeviceArray, weights: Sequence[Weight], biases: Sequence[Weight | None]
     ) -> tuple[DeviceArray, ...]:
         own = [each for each in weights if isinstance(each, CudaWeight)]
+        assert len(own) == len(weights), weights
         if any(bias is not None for bias in biases) or not plain.fits(own):
             return super().linears(x, weights, biases)
         alone = self.rows_alone(x)
