@@ -41,10 +41,13 @@ $(VENV)/.installed: $(SOURCES) | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet .
 	@touch $@
 
-$(VENV)/.installed-test: $(SOURCES) | $(BIN)/python
-	@echo "Installing voltapile and its test tools into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet '.[test]'
-	@touch $@ $(VENV)/.installed
+# The tools alone: '.[test]' would compile the package once more.
+$(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
+	@echo "Installing the tools of the tests into $(VENV) ..."
+	@$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	  print(*project['optional-dependencies']['test'], sep='\n')" > $(VENV)/test-tools.txt
+	@$(BIN)/python -m pip install --quiet -r $(VENV)/test-tools.txt
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache
