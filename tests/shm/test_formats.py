@@ -7,14 +7,15 @@ import sys
 
 import gguf
 import pytest
-from voltapile.shm.formats import BY_NAME, FORMATS, format_of, row_bytes
+from voltapile.shm.formats import BY_NAME, FORMATS, NVFP4_SCALED, format_of, row_bytes
 
 
 def test_sizes_are_those_of_the_gguf_package() -> None:
     expected = {(int(kind), kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
     found = {(each.id, each.name, each.block_len, each.block_bytes) for each in FORMATS.values()}
     assert found == expected
-    assert set(BY_NAME) == {each.name for each in FORMATS.values()}
+    assert set(BY_NAME) == {each.name for each in (*FORMATS.values(), NVFP4_SCALED)}
+    assert NVFP4_SCALED.id not in FORMATS  # no file may name it
 
 
 def test_row_bytes() -> None:
