@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 FOLDER = Path("/dev/shm")
 PREFIX = "voltapile-"
 HUGE_PAGE = 2 << 20
+NOT_OURS = "its owner or root can remove it; a Plan with another --endpoint has other names"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
@@ -83,7 +84,10 @@ class Segment:
         except OSError as error:
             raise SegmentError(f"{path}: {error.strerror}") from None
         try:
-            size = os.fstat(descriptor).st_size
+            there = os.fstat(descriptor)
+            if there.st_uid != os.getuid():  # who could read and change what we compute
+                raise SegmentError(f"{path}: it is user {there.st_uid}'s; {NOT_OURS}")
+            size = there.st_size
             if size < nbytes:
                 raise SegmentError(f"{path}: found {size} bytes, expected at least {nbytes}")
             mapped = mmap.mmap(descriptor, size)
@@ -166,13 +170,24 @@ def _create_locked(path: Path) -> int:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
-            raise SegmentError(f"{path}: another running process has this segment") from None
+            raise SegmentError(f"{path}: {_owner(path)}") from None
         except OSError as error:
             raise SegmentError(f"{path}: {error.strerror}") from None
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return descriptor
         os.close(descriptor)  # a remove_stale came between open and lock
+
+
+def _owner(path: Path) -> str:
+    """Of one that is in the way."""
+    try:
+        user = path.lstat().st_uid
+    except OSError:  # it was
+        user = os.getuid()
+    if user != os.getuid():
+        return f"it is user {user}'s; {NOT_OURS}"
+    return "another running process has this segment"
 
 
 def _take(descriptor: int, size: int, nodes: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import time
 
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board, exists
-from voltapile.shm.segment import SegmentError
+from voltapile.shm.segment import FOLDER, SegmentError
 from voltapile.workers.claim import Claim
 
 MATE_SECONDS = 60.0  # without a sign of life after which a rank is given up by the others
@@ -26,11 +26,12 @@ class Seat:
     def __init__(self, plan_id: str, ranks: int, rank: int) -> None:
         self.plan_id, self.ranks, self.rank = plan_id, ranks, rank
         self.others = [other for other in range(ranks) if other != rank]
-        self._claim = Claim(f"{plan_id}/{rank}")
 
     def join(self) -> Board:
         """Raises SegmentError, GroupError; then nothing has changed for those who are there."""
         self.board = self._open()
+        # Containers may have our network, and with it our names, and Boards of their own.
+        self._claim = Claim(f"{FOLDER.stat().st_dev}/{self.plan_id}/{self.rank}")
         before = self.board.health(self.rank)
         if before.pid != os.getpid() and self.board.aborted is None and self._lives(self.rank):
             raise GroupError(f"rank {self.rank} runs as pid {before.pid}: it is started twice")
@@ -60,6 +61,7 @@ class Seat:
 
     def check_mates(self) -> None:
         """Is everybody there whom the next Step needs? Raises GroupError."""
+        self._claim.answer()
         for rank in self.others:
             if not self.board.is_alive(rank, MATE_SECONDS):
                 raise GroupError(f"rank {rank} has ended or shows no sign of life")
@@ -80,9 +82,10 @@ class Seat:
         deadline = time.monotonic() + PREDECESSORS_SECONDS
         while (holder := self._claim.take()) and holder != known:
             if time.monotonic() > deadline:
+                who = f"pid {holder}" if holder > 0 else "a process that is not seen from here"
                 raise GroupError(
-                    f"rank {self.rank} runs as pid {holder}, whose gateway has gone: it is started "
-                    "twice; end that process"
+                    f"rank {self.rank} runs as {who}, whose gateway has gone: it is started twice; "
+                    "end that process"
                 )
             time.sleep(PAUSE_SECONDS)
 

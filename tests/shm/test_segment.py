@@ -52,6 +52,16 @@ def test_another_process_shares_the_memory(plan_id: str) -> None:
         assert segment.path.exists()
 
 
+def test_one_of_another_user_is_refused(plan_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has taken our name with a file that all may open would see and change what we do."""
+    with Segment.create(plan_id, "x", 64):
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        for make in (Segment.create, Segment.open):
+            with pytest.raises(SegmentError, match=f"it is user {user}'s; its owner or root can"):
+                make(plan_id, "x", 64)
+
+
 def test_a_name_in_use_is_refused(plan_id: str) -> None:
     with (
         Segment.create(plan_id, "x", 64),
