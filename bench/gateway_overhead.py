@@ -1,9 +1,11 @@
 """What the gateway itself costs: CPU time a token and time to the first token.
 
-    python bench/gateway_overhead.py -m model.gguf [--tokens 500] [--pace 0 10] [--json]
+    python bench/gateway_overhead.py -m model.gguf [--tokens 500] [--pace 0 10] [--interval 0 50]
+                                     [--json]
 
 A real gateway process (`voltapile gateway`) and a scripted worker process that answers each Step
-after --pace milliseconds (0: at once). Only the model's vocabulary is used. CPU time is that of all
+after --pace milliseconds (0: at once). --interval is the gateway's --stream-interval-ms; at once no
+token waits for another. Only the model's vocabulary is used. CPU time is that of all
 of the gateway's threads, from /proc, while the streams run; a token's delay is from the worker's
 message to the client's read; the first token's time is what the gateway adds when prefill takes no
 time at all. The last rows are what this machine asks of anybody: a uvloop program that reads as
@@ -31,6 +33,7 @@ import zmq
 from floor import floor_us
 from streaming import Timed, joint_tok_s, stream_completion, together
 from voltapile.topology.plan import Plan, from_json
+from voltapile.workers.outbox import Outbox
 from voltapile.workers.protocol import (
     Hold,
     Ready,
@@ -68,7 +71,8 @@ class ScriptedWorker:
         socket.connect(self.plan.endpoint)
         ready = Ready(name="text-0", plan=self.plan.id, instance=1)
         socket.send_multipart(encode(ready))
-        free_at, rounds, times = 0.0, Rounds(), self.sent.open("wb", buffering=0)
+        free_at, rounds, outbox = 0.0, Rounds(), Outbox()
+        times = self.sent.open("wb", buffering=0)
         while True:
             while not rounds or socket.poll(0):
                 message = decode(socket.recv_multipart())
@@ -84,9 +88,10 @@ class ScriptedWorker:
             rows = [self.answer(row) for row in step.rows]
             result = Result(id=step.id, rows=[row for row in rows if row], seconds=self.pace)
             rounds.settle(result)
-            when = time.perf_counter()
-            socket.send_multipart(encode(result))
-            times.write(struct.pack("<d", when))
+            if (due := outbox.put(result, step.interval)) is not None:
+                when = time.perf_counter()
+                socket.send_multipart(encode(due))
+                times.write(struct.pack("<d", when))
 
     def answer(self, row: Row) -> Sampled | None:
         if row.sampling is not None:
@@ -108,11 +113,10 @@ class ScriptedWorker:
 
 
 @contextlib.contextmanager
-def running(plan: Path, pace: float) -> Iterator[tuple[str, int]]:
+def running(plan: Path, pace: float, interval: float) -> Iterator[tuple[str, int]]:
     """A gateway with its worker; yields (URL, the gateway's process id)."""
-    gateway = subprocess.Popen(
-        [*COMMAND, "gateway", "--plan", str(plan), "--port", "0"], stderr=subprocess.PIPE, text=True
-    )
+    options = ["--plan", str(plan), "--port", "0", "--stream-interval-ms", str(interval)]
+    gateway = subprocess.Popen([*COMMAND, "gateway", *options], stderr=subprocess.PIPE, text=True)
     worker = None
     try:
         assert gateway.stderr is not None
@@ -185,14 +189,15 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         options = ["-m", args.model, "-np", str(max(args.streams)), "-c", "2048"]
         command = [*COMMAND, "plan", *options, "--backend", "reference", "--json"]
         plan.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-        for pace in args.pace:
+        runs = [(pace, wait) for pace in args.pace for wait in (args.interval if pace else [0.0])]
+        for pace, interval in runs:
             tokens = args.tokens if not pace else min(args.tokens, int(5000 / pace))
-            with running(plan, pace / 1000) as (url, pid):
+            with running(plan, pace / 1000, interval) as (url, pid):
                 for streams in args.streams:
                     measured = measure(
                         url, pid, plan.with_suffix(".sent"), streams, tokens, args.repeat
                     )
-                    yield {"pace_ms": pace} | asyncio.run(measured)
+                    yield {"pace_ms": pace, "interval_ms": interval} | asyncio.run(measured)
     for pace in filter(None, args.pace):
         costs = [floor_us(pace / 1000, min(args.tokens, int(5000 / pace))) for _ in range(3)]
         yield {"pace_ms": pace, "streams": "floor", "cpu_us_per_token": statistics.median(costs)}
@@ -208,6 +213,7 @@ def main() -> int:
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("--tokens", type=int, default=500, help="of each stream")
     parser.add_argument("--pace", type=float, nargs="+", default=[0.0, 10.0], help="ms a Step")
+    parser.add_argument("--interval", type=float, nargs="+", default=[0.0, 50.0], help="ms")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", action="store_true")
@@ -217,9 +223,10 @@ def main() -> int:
         print(json.dumps(rows))
         return 0
     titles = {
-        "pace_ms": "ms a step", "streams": "streams", "cpu_us_per_token": "CPU us a token",
-        "delay_us": "delay us", "tok_s": "tok/s", "us_per_token": "us a token",
-        "first_token_ms": "first token ms", "worst_first_token_ms": "worst",
+        "pace_ms": "ms a step", "interval_ms": "interval ms", "streams": "streams",
+        "cpu_us_per_token": "CPU us a token", "delay_us": "delay us", "tok_s": "tok/s",
+        "us_per_token": "us a token", "first_token_ms": "first token ms",
+        "worst_first_token_ms": "worst",
     }  # fmt: skip
     print("| " + " | ".join(titles.values()) + " |\n" + "|---" * len(titles) + "|")
     for row in rows:

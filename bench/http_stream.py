@@ -36,6 +36,8 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """(URL, process id) of `voltapile serve`."""
     context = str(PROMPT + args.tokens + 8)
     options = ["-m", args.model, "-t", args.threads, "-np", str(STREAMS), "-c", context]
+    if args.interval:
+        options += ["--stream-interval-ms", args.interval]
     server = subprocess.Popen(
         [*COMMAND, "serve", *options, "--port", "0"], stderr=subprocess.PIPE, text=True
     )
@@ -110,6 +112,7 @@ def main() -> int:
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-t", "--threads", default="1")
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
+    parser.add_argument("--interval", default="", help="--stream-interval-ms of the server")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

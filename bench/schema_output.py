@@ -75,6 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("-t", "--threads", default="1")
+    parser.add_argument("--interval", default="", help="--stream-interval-ms of the server")
     parser.add_argument("--tokens", type=int, default=10_000, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")

@@ -57,6 +57,7 @@ class Engine:
     supervisor None: the workers are started by someone else. vitals: who is alive; a silence of
     more than heartbeat_seconds is a dead rank.
     max_gap: seconds between two tokens of a stream while prompts are computed.
+    interval: seconds for which tokens may wait for the next ones, where nobody has to act on them.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Engine:
         heartbeat_seconds: float = 4.0,
         restarts: Restarts | None = None,
         max_gap: float = 0.25,
+        interval: float = 0.0,
     ) -> None:
         self.plan = plan
+        self._interval = interval
         self._supervisor = supervisor
         self._vitals = vitals
         self._watchdog = Watchdog(vitals, supervisor, heartbeat_seconds)
@@ -184,6 +187,8 @@ class Engine:
         while (step := self._scheduler.schedule()) is not None:
             if len(self._scheduler.in_flight) == 1:
                 self._sent_at = time.monotonic()
+            if step.rounds > 1:
+                step.interval = self._interval
             self._send(step)
         if (hold := self._scheduler.hold()) is not None:
             self._send(hold)
@@ -228,8 +233,8 @@ class Engine:
         chunks = self._scheduler.apply(result)
         if result.id == oldest:
             self._has_answered, self._sent_at = True, time.monotonic()
-            stats.steps += 1
-            stats.step_seconds = result.seconds
+            stats.steps += result.rounds
+            stats.step_seconds = result.seconds / result.rounds
             stats.busy_seconds += result.seconds
         if result.left < 2:  # otherwise the worker goes on by itself
             self._guides.follow(chunks)

@@ -50,13 +50,16 @@ class Flight(msgspec.Struct):
         return Hold(step=self.step)
 
     def answered(self, result: Result) -> Load:
-        """One round has a Result; those that do not follow are taken back. Returns what it did."""
-        lost = self.left - 1 - result.left
-        if result.left < 0 or lost < 0:
-            raise ProtocolError(f"{result.left} rounds left where {self.left - 1} are at most")
+        """Some rounds have a Result; those that do not follow are taken back. Returns what the
+        first of them did."""
+        lost = self.left - result.rounds - result.left
+        if result.rounds < 1 or result.left < 0 or lost < 0:
+            raise ProtocolError(
+                f"{result.rounds} rounds and {result.left} left where {self.left} are at most"
+            )
         if lost:
             self.add(-lost)
-        self.left -= 1
+        self.left -= result.rounds
         done, self.load = self.load, Load(len(self.sampling))  # of prompts only the first has any
         return done
 

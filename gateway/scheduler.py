@@ -195,12 +195,12 @@ class Scheduler:
                 if not row.tokens and not row.finish:
                     raise ProtocolError(f"no token for slot {slot}, which had not finished")
                 live.append((request, row))
-        self.budget.costs.observe(flight.answered(result), result.seconds)
+        self.budget.costs.observe(flight.answered(result), result.seconds / result.rounds)
         if not flight.left:
             self.in_flight.popleft()
         chunks = []
         for request, row in live:
-            if (chunk := self._receive(request, row)) is not None:
+            if (chunk := self._receive(request, row, result.rounds)) is not None:
                 chunks.append((request, chunk))
         return chunks
 
@@ -214,9 +214,9 @@ class Scheduler:
 
     # --- one request ----------------------------------------------------------------------
 
-    def _receive(self, request: Request, row: Sampled) -> Chunk | None:
+    def _receive(self, request: Request, row: Sampled, rounds: int) -> Chunk | None:
         """None: it has failed in a way that may not be its own, and is tried again."""
-        request.ahead -= 1
+        request.ahead -= rounds
         if row.finish == "error":
             self.tables.forget(request)
             if request.shared and not request.is_retried:
@@ -340,7 +340,7 @@ class Scheduler:
     def _enter_slot(self, request: Request) -> None:
         self.waiting.remove(request)
         insort(self.running, request, key=lambda request: request.id)
-        request.state, request.slot = State.RUNNING, self._slots.pop()
+        request.enter(self._slots.pop())
         self._stuck = None
         if not request.generated and not request.crashes:
             request.cached = request.shared

@@ -27,7 +27,7 @@ class BatchBuffer:
         self.host = np.zeros((FIELDS + 1) * max_tokens, np.int32)
         self._held: tuple[tuple[int, ...], Batch] | None = None  # what lies there, if it may stay
 
-    def views(self, tokens: int, outputs: int, generated: int = 0) -> Batch:
+    def views(self, tokens: int, outputs: int, generated: int = 0, long_rows: int = -1) -> Batch:
         """The Batch of a step of that size, as the device sees it."""
         assert outputs <= tokens
         parts = [self.device[i * tokens : (i + 1) * tokens] for i in range(FIELDS)]
@@ -41,6 +41,7 @@ class BatchBuffer:
             pages=self.pages,
             generated=generated,
             history=self.history,
+            long_rows=long_rows,
         )
 
     def fill(self, rows: Sequence[Row], padding: int = 0, padding_slot: int = 0) -> Batch:
@@ -72,7 +73,8 @@ class BatchBuffer:
         fields[:, end:] = [[0], [padding_slot], [0], [0], [1]]
         outputs[sampled : sampled + padding] = np.arange(end, size)
         sampled += padding
-        batch = self.views(size, sampled, size if padding else generated)
+        long_rows = sum(count > SHORT for count in counts)
+        batch = self.views(size, sampled, size if padding else generated, long_rows)
         self.ops.upload(self.device, self.host[: FIELDS * size + sampled])
         return batch
 
@@ -82,7 +84,7 @@ class BatchBuffer:
         size = len(tokens)
         _write(self._fields(size), Row(slot=slot, start=start, tokens=tokens))
         self.host[FIELDS * size : (FIELDS + 1) * size] = np.arange(size)
-        batch = self.views(size, size)
+        batch = self.views(size, size, long_rows=int(size > SHORT))
         self.ops.upload(self.device, self.host[: (FIELDS + 1) * size])
         return batch
 

@@ -21,8 +21,9 @@ class Checkpoints:
 
     def __init__(self, ops: Ops, states: Sequence[Any], count: int) -> None:
         self.ops, self.states = cast(FamilyOps, ops), states
-        size = sum(self.ops.state_bytes(state) for state in states)
-        self.memory = np.zeros((count + 1 if size else 0, size), np.uint8)
+        self.memory = np.zeros((0, 0), np.uint8)
+        if states:
+            self.memory = self.ops.checkpoint_memory(states, count + 1)
 
     def copy(self, copy: Copy) -> None:
         """From a slot to a checkpoint, or back."""
@@ -41,8 +42,12 @@ class Checkpoints:
         yield
         self.copy(Copy(kind="restore", source=0, target=slot))
 
-    def is_finite(self, state: Any, slot: int) -> bool:
-        """Whether all numbers of one layer's state are."""
-        found = np.zeros(self.ops.state_bytes(state), np.uint8)
-        self.ops.save_states([state], slot, found)
-        return bool(np.isfinite(found[: found.size // 4 * 4].view(np.float32)).all())
+    def finite(self, slot: int) -> list[bool]:
+        """Of each state, whether all its numbers are."""
+        if not self.states:
+            return []
+        self.copy(Copy(kind="checkpoint", source=slot, target=0))
+        self.ops.synchronize()
+        ends = np.cumsum([self.ops.state_bytes(state) for state in self.states])
+        parts = np.split(self.memory[0], ends[:-1])
+        return [bool(np.isfinite(part.view(np.float32)).all()) for part in parts]

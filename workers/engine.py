@@ -144,6 +144,7 @@ class Engine:
     def submit(self, step: Step) -> Pending:
         """Begin a round. A backend that computes at once has computed it when this returns."""
         began = time.perf_counter()
+        self.model.expect([row.tokens for row in step.rows if len(row.tokens)])
         self._apply(step)
         sampling = [row for row in step.rows if row.sample and self.answers]
         wants = [self.wants[row.slot] for row in sampling]

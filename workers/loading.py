@@ -40,7 +40,8 @@ def beside(planned: Mapping[str, int], taken: Mapping[str, int]) -> dict[str, tu
     """(planned, allocated) bytes for each purpose that a backend tells apart; what the process
     itself holds (reserve) is not allocated by us."""
     if TOGETHER in taken:
-        planned = {**planned, TOGETHER: planned["kv"] + planned["slots"]}
+        together = sum(planned.get(kind, 0) for kind in ("kv", "state", "slots"))
+        planned = {**planned, TOGETHER: together}
     return {name: (planned[name], taken[name]) for name in sorted(taken) if name in planned}
 
 

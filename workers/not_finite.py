@@ -66,9 +66,10 @@ class Search:
         if not self.share.head_map and not self.checkpoints.states:
             return "this rank keeps no keys that would tell where"
         batch, states = self._batch(row), self.model.states()
+        finite = self.checkpoints.finite(row.slot)
         for number, layer in zip(self.share.layers, self.layers, strict=True):
-            of_layer = [state for owner, state in states if owner == number]
-            if not all(self.checkpoints.is_finite(state, row.slot) for state in of_layer):
+            own = (ok for ok, (owner, _) in zip(finite, states, strict=True) if owner == number)
+            if not all(own):
                 return f"first in the state of layer {number}"
             if layer.kv is None:
                 continue

@@ -30,6 +30,7 @@ from voltapile.topology.notify import Notifier
 from voltapile.topology.plan import Plan
 from voltapile.workers import signals, steplog
 from voltapile.workers.engine import Engine, Pending, open_engine
+from voltapile.workers.outbox import Outbox
 from voltapile.workers.protocol import (
     Failed,
     Hold,
@@ -91,7 +92,7 @@ class Worker:
         self.is_asked = False  # by message to end, as all ranks are
         self.reason = self.cause = ""  # why the group ends; as in Failed
         self.step_id = -1  # of the oldest Step, or the last one; while loading -1
-        self.rounds = Rounds()
+        self.rounds, self.outbox = Rounds(), Outbox()
         self.pending: deque[Pending] = deque()  # oldest first
         self.progress_at = 0.0  # when the oldest became the oldest
         self.next_ready = self.next_stats = self.connected_at = 0.0
@@ -275,7 +276,8 @@ class Worker:
 
     def _finish(self, engine: Engine) -> None:
         """Tell the Result of the oldest round."""
-        result = engine.collect(self.pending.popleft())
+        pending = self.pending.popleft()
+        result = engine.collect(pending)
         self.rounds.settle(result)
         self.status.step_done(result.seconds)
         if self.pending:
@@ -283,8 +285,10 @@ class Worker:
         else:
             self.board.begin_step(self.rank, -1)
         self._note(result)
-        if self.rank == self.plan.answer_rank:
-            self._say(result)
+        if self.rank != self.plan.answer_rank:
+            return
+        if (due := self.outbox.put(result, pending.step.interval)) is not None:
+            self._say(due)
 
     def _begin(self, step: Step) -> None:
         """A Step is the oldest now."""
@@ -333,7 +337,7 @@ class Worker:
                 self._obey(message)
             elif isinstance(message, Step):
                 self.rounds.add(message)
-        self.rounds = Rounds()
+        self.rounds, self.outbox = Rounds(), Outbox()
         self.board.begin_step(self.rank, -1)
         engine.forget()
         self._note(self._ready())

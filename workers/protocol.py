@@ -109,6 +109,7 @@ class Step(Record):
 
     rounds: so many passes, each with a Result, where all rows sample: in the later ones every row
     continues. The last is the one in which a row gives its last token, or none, or a Hold comes.
+    interval: seconds for which Results may wait for those of the next rounds.
     """
 
     id: int
@@ -116,6 +117,7 @@ class Step(Record):
     rows: list[Row] = []
     release: list[int] = []
     copy: list[Copy] = []
+    interval: float = 0.0
 
 
 class Hold(Record):
@@ -127,7 +129,7 @@ class Hold(Record):
 class Sampled(msgspec.Struct, array_like=True, kw_only=True):
     """What one sampling row gave.
 
-    tokens: 1 + accepted drafts; empty where the slot had finished before this Step.
+    tokens: 1 + accepted drafts of each round; empty where the slot had finished before this Step.
     finish: "" | "stop" (a stop id; it is the last of tokens) | "length" | "error".
     logprobs: for each token, the chosen one's first, then as many of the best as were wanted, as
     (id, log-probability) pairs of the unmodified distribution. prompt_logprobs: the same for each
@@ -146,13 +148,14 @@ class Sampled(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class Result(Record):
-    """What a round of a Step produced. seconds: the time that the worker spent on it. left: rounds
-    that follow, if no Hold comes and no row ends."""
+    """What a round of a Step produced, or several one after the other. seconds: the time that the
+    worker spent. left: rounds that follow, if no Hold comes and no row ends."""
 
     id: int
     rows: list[Sampled] = []
     seconds: float = 0.0
     left: int = 0
+    rounds: int = 1
 
 
 class Ready(Record):

@@ -36,7 +36,8 @@ class Rounds:
             step = self._steps.popleft()
             if step.rounds > 1:
                 rows = [Row(slot=row.slot) for row in step.rows]
-                self._rest = Step(id=step.id, rounds=step.rounds - 1, rows=rows)
+                left = step.rounds - 1
+                self._rest = Step(id=step.id, rounds=left, rows=rows, interval=step.interval)
         else:
             step.rounds -= 1
             if not step.rounds:

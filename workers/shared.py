@@ -14,6 +14,7 @@ import numpy as np
 from voltapile.kernels.group import Group, shared_memory
 from voltapile.shm.gguf import Gguf
 from voltapile.shm.segment import Segment, SegmentError
+from voltapile.topology.placement import TABLE
 from voltapile.topology.plan import Plan
 
 Progress = Callable[[float], None]
@@ -42,7 +43,7 @@ def shared_tensors(
         else:
             segment = shared_memory(group, end, "tensors", nodes, huge=True)
     except SegmentError as error:
-        raise SegmentError(f"{error}; or keep the embedding in VRAM: -ot embed=vram") from None
+        raise SegmentError(f"{error}; {_remedy(plan)}") from None
     try:
         found = {
             name: segment.array(np.uint8, (gguf.tensors[name].nbytes,), start)
@@ -56,6 +57,13 @@ def shared_tensors(
         yield found
     finally:
         segment.close()
+
+
+def _remedy(plan: Plan) -> str:
+    """What needs less shared memory."""
+    if TABLE in plan.shared:
+        return "or leave the n-gram table in the file: --ngram-table mapped"
+    return "or keep the embedding in VRAM: -ot embed=vram"
 
 
 def _fill(memory: np.ndarray, data: np.ndarray, rank: int, ranks: int, progress: Progress) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -71,12 +71,14 @@ class FileWeights:
         copies_all: bool = False,
         is_uploaded: bool = False,
         shared: Mapping[str, np.ndarray] | None = None,
+        staged: Collection[str] = (),
     ) -> None:
-        self.shared = shared or {}
+        self.shared, self.staged = shared or {}, staged
         self.gguf, self.ops, self.spec, self.share = gguf, ops, spec, share
         self.progress, self.pages, self.copies_all = progress, pages, copies_all
         self.is_uploaded = is_uploaded
-        self.total = max(1, sum(self._part(name).bytes for name in gguf.tensors))
+        taken = [self._part(name).bytes for name in gguf.tensors if name not in staged]
+        self.total = max(1, sum(taken))
         self.done = 0
 
     @classmethod
@@ -96,7 +98,7 @@ class FileWeights:
         copied = mine.memory["weights"] if "vram" not in tiers else 0
         pages = HugePages(copied) if copied else None
         own = "host" in tiers, "vram" in tiers
-        return cls(gguf, ops, spec, mine.share, progress, pages, *own, shared)
+        return cls(gguf, ops, spec, mine.share, progress, pages, *own, shared, plan.staged)
 
     def __call__(self, name: str) -> Weight:
         if name not in self.gguf.tensors:
@@ -187,6 +189,8 @@ class FileWeights:
         is_cut = len(shape) > 1 and columns != ((0, shape[-1]),)
         if is_cut:
             shape = (*shape[:-1], length(columns))
+        if name in self.staged:
+            return self._staged(name)
         if name in self.shared:
             assert rows == ((0, tensor.shape[0]),), "what is shared is whole"
             weight = self._shared(name)
@@ -200,6 +204,15 @@ class FileWeights:
         if make is None:
             raise ValueError(f"the {self.ops.name} backend reads no weights in shared memory")
         weight: Weight = make(self.shared[name], tensor.type_name, tensor.shape)
+        return weight
+
+    def _staged(self, name: str) -> Weight:
+        """Of which nothing is read yet: it stays in the file."""
+        make, tensor = getattr(self.ops, "file_weight", None), self.gguf.tensors[name]
+        if make is None:
+            raise ValueError(f"the {self.ops.name} backend reads no rows of a file")
+        path = self.gguf.paths[tensor.shard]
+        weight: Weight = make(path, tensor.offset, tensor.type_name, tensor.shape)
         return weight
 
     def _take_experts(self, name: str, part: Part, rows: Range) -> Weight:

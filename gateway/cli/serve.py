@@ -58,6 +58,8 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", type=Path, metavar="FILE", help="keys, one a line")
     add("--max-gap-ms", type=milliseconds, default=250.0, metavar="MS",
         help="longest pause between a stream's tokens while other prompts are read")  # fmt: skip
+    add("--stream-interval-ms", type=milliseconds, default=50.0, metavar="MS",
+        help="how long a stream's token may wait for the next ones; 0: not at all")  # fmt: skip
     add("--notify", default="", metavar="SOCKET", help="where systemd listens: ${NOTIFY_SOCKET}")
     add("--metrics", action=argparse.BooleanOptionalAction, default=True,
         help="serve /metrics for Prometheus")  # fmt: skip
@@ -165,8 +167,10 @@ class Server:
                     commands[self.plan.answer_rank] += ["--record", str(self.args.record)]
                 self.supervisor = Supervisor(commands)
             seconds = SILENT_SECONDS.get(self.plan.backend, 4.0)
-            gap = self.args.max_gap_ms / 1000
-            engine = Engine(self.plan, self.supervisor, pulse, seconds, max_gap=gap)
+            gap, interval = self.args.max_gap_ms / 1000, self.args.stream_interval_ms / 1000
+            engine = Engine(
+                self.plan, self.supervisor, pulse, seconds, max_gap=gap, interval=interval
+            )
             app = self._app(engine)
             url = await stack.enter_async_context(listening(app, self.args.host, self.args.port))
             self._say(f"{self._summary()}\n{url} listens; the model is loading")

@@ -16,6 +16,7 @@ from voltapile.gateway.request import Refused, Request, State
 from voltapile.gateway.scheduler import ALIGNMENT, Scheduler
 from voltapile.gateway.thought import ThoughtLimit
 from voltapile.topology.plan import CacheGroup, Plan
+from voltapile.workers.outbox import Outbox
 from voltapile.workers.protocol import (
     Hold,
     ProtocolError,
@@ -200,7 +201,7 @@ class Model:
 class World:
     """Scheduler and Model with the wire between them; collects what each request gives.
 
-    repeats: a Step may have several rounds.
+    repeats: a Step may have several rounds. joins: their Results come together, all there are.
     """
 
     def __init__(
@@ -209,11 +210,14 @@ class World:
         max_gap: float = 0.25,
         alignment: int = ALIGNMENT,
         repeats: bool = True,
+        joins: bool = False,
     ) -> None:
         self.plan, self.alignment = plan, min(alignment, plan.batch_tokens)
         self.scheduler = Scheduler(plan, max_gap, alignment)
         self.scheduler.can_repeat = repeats
         self.model = Model(plan)
+        self.outbox = Outbox(lambda: 0.0)
+        self.interval = 1.0 if joins else -1.0
         self.sent: list[Any] = []  # Steps and Holds
         self.rounds = Rounds()
         self.begun: list[Result] = []  # by a device that computes while more is sent
@@ -266,7 +270,10 @@ class World:
         if not self.begun:
             return False
         self.rounds.settle(self.begun[0])
-        [message] = [decode([bytes(frame) for frame in encode(self.begun.pop(0))])]
+        result = self.outbox.put(self.begun.pop(0), self.interval)
+        if result is None:
+            return True
+        [message] = [decode([bytes(frame) for frame in encode(result)])]
         assert isinstance(message, Result)
         self.done.append(message)
         return True
@@ -295,7 +302,7 @@ class World:
     def crash(self) -> None:
         self.forget()
         self.model = Model(self.plan, is_second=True)
-        self.rounds = Rounds()
+        self.rounds, self.outbox = Rounds(), Outbox(lambda: 0.0)
         for messages in (self.sent, self.begun, self.done):
             messages.clear()
 
@@ -1231,10 +1238,25 @@ def test_some_streams_need_a_step_for_each_token() -> None:
     assert not Scheduler(msgspec.structs.replace(make_plan(), ranks=ranks)).can_repeat
 
 
-def test_rounds_that_nobody_asked_for() -> None:
+@pytest.mark.parametrize(("rounds", "left"), [(1, 32), (3, 30), (33, 0), (0, 31), (1, -1)])
+def test_rounds_that_nobody_asked_for(rounds: int, left: int) -> None:
     world, _ = lonely(100)
+    row = Sampled(slot=0, tokens=[1])
     with pytest.raises(ProtocolError, match="rounds"):
-        world.scheduler.apply(Result(id=0, rows=[Sampled(slot=0, tokens=[1])], left=32))
+        world.scheduler.apply(Result(id=0, rows=[row], left=left, rounds=rounds))
+
+
+def test_several_rounds_may_answer_at_once() -> None:
+    world, request = lonely(100)
+    for each in ([5], [6, 7, 8]):
+        left = 32 - len(request.generated) - len(each)
+        row = Sampled(slot=0, tokens=each)
+        result = Result(id=0, rows=[row], left=left, rounds=len(each), seconds=0.5 * len(each))
+        [(_, chunk)] = world.scheduler.apply(result)
+        assert chunk.tokens == each
+        assert (request.ahead, world.scheduler.in_flight[0].left) == (left, left)
+    assert request.generated == [5, 6, 7, 8]
+    assert world.scheduler.budget.costs.base(1) == pytest.approx(0.5), "a round's"
 
 
 @settings(max_examples=300, deadline=None)
@@ -1249,7 +1271,8 @@ def test_any_interleaving_gives_each_what_it_gets_alone(
     plan: Plan, seed: int, crashes: float, alignment: int, is_poisoned: bool
 ) -> None:
     rng = random.Random(seed)
-    world = World(plan, rng.choice([0.0, 0.02, 1.0]), alignment, rng.random() < 0.8)
+    gap, repeats, joins = rng.choice([0.0, 0.02, 1.0]), rng.random() < 0.8, rng.random() < 0.5
+    world = World(plan, gap, alignment, repeats, joins)
     texts = [prompt_of(plan.context, seed=n) for n in range(3)]
     for _ in range(rng.randint(1, 400)):
         kind = rng.random()

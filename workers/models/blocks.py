@@ -68,6 +68,10 @@ class Model(ABC):
         """What was made, with its layer, in the order of layers."""
         return []
 
+    def expect(self, tokens: Sequence[np.ndarray]) -> None:  # noqa: B027
+        """Runs of texts that are about to be computed: what takes time to reach may be asked for.
+        Nothing but time depends on it."""
+
     @abstractmethod
     def forward(
         self, batch: Batch, caches: Sequence[LayerCache], taps: Collection[int] = ()

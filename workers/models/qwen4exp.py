@@ -5,8 +5,10 @@ Attributes are named after the GGUF tensors. Knows Ops and Spec; neither backend
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 from voltapile.kernels.families import FamilyOps, MixWeights, NGramHash, NGramWeights
 from voltapile.kernels.ops import Array, Batch, Ops
 from voltapile.topology.share import Share
@@ -30,10 +32,17 @@ class Qwen4Exp(Hybrid):
     ) -> Block:
         return Block(spec, share, weights, layer, ops)
 
-    def stateful(self) -> list[Stateful]:
+    def grams(self) -> list[NGrams]:
         blocks = cast(dict[int, Block], self.blk)
-        grams = [block.ple for block in blocks.values() if block.ple is not None]
-        return [*super().stateful(), *grams]
+        return [block.ple for block in blocks.values() if block.ple is not None]
+
+    def stateful(self) -> list[Stateful]:
+        return [*super().stateful(), *self.grams()]
+
+    def expect(self, tokens: Sequence[np.ndarray]) -> None:
+        for grams in self.grams():
+            for run in tokens:
+                grams.expect(run)
 
     @property
     def stream_width(self) -> int:
@@ -138,6 +147,9 @@ class NGrams:
 
     def allocate(self, slots: int) -> None:
         self.state = self.ops.ngram_state(slots, self.width, self.depth)
+
+    def expect(self, tokens: np.ndarray) -> None:
+        self.ops.ngram_expect(self.table, tokens, self.hashing)
 
     def __call__(self, x: Array, batch: Batch) -> None:
         ops = self.ops
