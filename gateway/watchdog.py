@@ -1,16 +1,20 @@
 """Watchdog: finds ranks that neither end nor go on.
 
-A rank that ends is the supervisor's matter; one that hangs or was stopped gives no sign of life on
-the Board. It only says what is wrong: the engine decides. Knows no messages.
+A rank that ends is the supervisor's matter; one that hangs gives no sign of life on the Board, and
+of one that was stopped (SIGSTOP) the kernel tells. It only says what is wrong: the engine decides.
+Knows no messages.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import Protocol
 
 from voltapile.gateway.supervisor import Supervisor
 
 LOADING_SECONDS = 60.0  # longest silence while a worker starts and loads
+STOPPED_SECONDS = 1.0  # for which somebody may stop a process, to look at it
+LATE_SECONDS = 1.0  # between two looks: we were kept from running, and so were the ranks, maybe
 
 
 class Vitals(Protocol):
@@ -37,34 +41,31 @@ class Watchdog:
         self, vitals: Vitals | None, supervisor: Supervisor | None, seconds: float
     ) -> None:
         self._vitals, self._supervisor, self._seconds = vitals, supervisor, seconds
-        self._going_at: float | None = None  # when none was stopped
+        self._looked_at = self._awake_at = self._going_at = -inf  # _going_at: none was stopped then
         self.can_tell = False  # whether silence would be noticed
 
     def complaint(self, now: float, alive_at: float, is_loaded: bool) -> str:
         """What is wrong with a rank at time `now`; "" if nothing is. alive_at: when the workers
         were started or had loaded."""
-        stopped = ""
-        if self._supervisor is not None and not (is_loaded and self.can_tell):  # or silence tells
-            stopped = self._supervisor.stopped()
-        if not stopped or self._going_at is None:
+        if now - self._looked_at > LATE_SECONDS:
+            self._awake_at = self._going_at = now
+        self._looked_at = now
+        stopped = self._supervisor.stopped() if self._supervisor is not None else ""
+        if not stopped:
             self._going_at = now
-        if now - self._going_at > self._seconds:
-            return f"{stopped} has been stopped for {now - self._going_at:.1f} s"
+        if (seconds := now - self._going_at) > STOPPED_SECONDS:
+            self._going_at = now
+            return f"{stopped} has been stopped (SIGSTOP) for {seconds:.1f} s"
         age = self._vitals.age() if self._vitals is not None else None
         self.can_tell = age is not None
         if self._vitals is None or age is None:
             return ""
-        silent = min(age, now - alive_at)
+        silent = min(age, now - max(alive_at, self._awake_at))
         if is_loaded and silent > self._seconds:
-            return f"no sign of life for {silent:.1f} s from {self._quietest(self._vitals)}"
+            return f"no sign of life for {silent:.1f} s from {self._vitals.quietest()}"
         is_loading = not is_loaded and self._supervisor is not None and self._supervisor.pids
         if is_loading and silent > LOADING_SECONDS:
             return (
                 f"no sign of life for {silent:.0f} s while loading from {self._vitals.quietest()}"
             )
         return ""
-
-    def _quietest(self, vitals: Vitals) -> str:
-        """One that was stopped waits for nobody, whatever it was doing."""
-        stopped = self._supervisor.stopped() if self._supervisor is not None else ""
-        return f"{stopped}, which somebody has stopped (SIGSTOP)" if stopped else vitals.quietest()
