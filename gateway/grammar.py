@@ -6,6 +6,7 @@ llguidance is built with Rust and may be absent on POWER: then every grammar is 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -34,8 +35,10 @@ class GrammarError(ValueError):
 class Guide:
     """One answer: mask says which tokens may come first, advance(tokens) which may come next.
 
-    Not for two threads at once.
+    seconds: what the last mask took, for who advances it to note. Not for two threads at once.
     """
+
+    seconds = math.inf
 
     def __init__(self, matcher: Any, ends: np.ndarray) -> None:
         self._matcher, self._ends = matcher, ends

@@ -1,12 +1,14 @@
-"""Guides at work: after each token the next mask is computed in a thread, while steps run.
+"""Guides at work: after each token the next mask is computed, and the request may go on.
 
-It knows which request waits for what, and tells when it has come; when rows are sent is the
-scheduler's affair.
+At once where that is known to be quick, since two threads that wake each other cost more than most
+masks; otherwise in a thread, while steps run. It knows which request waits for what, and tells when
+it has come; when rows are sent is the scheduler's affair.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -15,9 +17,11 @@ from threading import Thread
 import numpy as np
 from voltapile.gateway.request import Chunk, Request, State
 
+QUICK_SECONDS = 3e-4  # that all masks of a Result together may take of the event loop
+
 
 class Guides:
-    """go_on() is called when a mask has come, fail(request, why) when there is none.
+    """go_on() is called when a mask has come later, fail(request, why) when there is none.
 
     A thread and a queue of its own: an executor's futures cost as much as a mask.
     """
@@ -28,14 +32,20 @@ class Guides:
         self._loop: asyncio.AbstractEventLoop | None = None  # once the thread is there
 
     def follow(self, chunks: Iterable[tuple[Request, Chunk]]) -> None:
-        """What was generated, of all requests."""
+        """What was generated, of all requests. Those with a quick mask have it on return."""
+        left = QUICK_SECONDS
         for request, chunk in chunks:
-            if request.guide is not None and chunk.tokens and not chunk.finish:
-                if self._loop is None:
-                    self._loop = asyncio.get_running_loop()
-                    Thread(
-                        target=self._work, args=[self._loop], name="grammar", daemon=True
-                    ).start()
+            if request.guide is None or not chunk.tokens or chunk.finish:
+                continue
+            loop = self._loop or self._start()
+            left -= request.guide.seconds
+            if left > 0:
+                found = _advanced(request, chunk.tokens)
+                if isinstance(found, np.ndarray):
+                    request.mask = found
+                else:  # the chunk is on its way to its reader
+                    loop.call_soon(self._take, request, found)
+            else:
                 self._asked.put((request, chunk.tokens))
 
     def close(self) -> None:
@@ -45,15 +55,15 @@ class Guides:
                 self._asked.get_nowait()
         self._asked.put(None)
 
+    def _start(self) -> asyncio.AbstractEventLoop:
+        loop = self._loop = asyncio.get_running_loop()
+        Thread(target=self._work, args=[loop], name="grammar", daemon=True).start()
+        return loop
+
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         while (asked := self._asked.get()) is not None:
             request, tokens = asked
-            assert request.guide is not None
-            found: np.ndarray | BaseException
-            try:
-                found = request.guide.advance(tokens)
-            except BaseException as error:  # Rust's panics, too, or all others wait for ever
-                found = error
+            found = _advanced(request, tokens)
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._take, request, found)
 
@@ -65,3 +75,16 @@ class Guides:
         else:
             request.mask = found
             self._go_on()
+
+
+def _advanced(request: Request, tokens: list[int]) -> np.ndarray | BaseException:
+    """The next mask, or why there is none."""
+    guide = request.guide
+    assert guide is not None
+    began = time.perf_counter()
+    try:
+        found = guide.advance(tokens)
+    except BaseException as error:  # Rust's panics, too, or all others wait for ever
+        return error
+    guide.seconds = time.perf_counter() - began
+    return found

@@ -1,4 +1,5 @@
 import asyncio
+import math
 import threading
 
 import numpy as np
@@ -16,10 +17,14 @@ class Panic(BaseException):
 class Follower:
     """A Guide that allows the token behind the last one; after 9 nothing, after 8 it breaks."""
 
+    seconds = math.inf
+
     def __init__(self):
+        self.threads = []
         self.mask = np.zeros(1, np.uint32)
 
     def advance(self, tokens):
+        self.threads.append(threading.current_thread().name)
         if tokens[-1] == 9:
             raise GrammarError("nothing fits it")
         if tokens[-1] == 8:
@@ -96,3 +101,41 @@ async def test_its_thread_ends_with_it(told):
     guides.close()
     await asyncio.to_thread(thread.join, 5)
     assert not thread.is_alive()
+
+
+async def test_a_quick_mask_is_there_at_once(told):
+    guides, news, changed = told
+    bound = request(Follower())
+    guides.follow([(bound, Chunk([3]))])
+    assert bound.mask is None, "nobody knows yet what it takes"
+    await asyncio.wait_for(changed.wait(), 5)
+    bound.guide.seconds = 1e-4
+    guides.follow([(bound, Chunk([4]))])
+    assert bound.mask.tolist() == [2 << 4]
+    assert news == [()], "nobody waits, so nobody is told"
+    assert bound.guide.threads == ["grammar", "MainThread"]
+    assert bound.guide.seconds != 1e-4, "it is measured each time"
+
+
+async def test_many_quick_masks_are_not_quick(told):
+    guides, _, _ = told
+    all_bound = [request(Follower()) for _ in range(4)]
+    for each in all_bound:
+        each.guide.seconds = 1.1e-4
+    guides.follow([(each, Chunk([3])) for each in all_bound])
+    async with asyncio.timeout(5):
+        while any(each.mask is None for each in all_bound):
+            await asyncio.sleep(0.01)
+    names = [each.guide.threads for each in all_bound]
+    assert names == [["MainThread"]] * 2 + [["grammar"]] * 2
+
+
+@pytest.mark.parametrize("token", [8, 9])
+async def test_a_quick_one_that_breaks_is_told_after_its_token(told, token):
+    guides, news, changed = told
+    bound = request(Follower())
+    bound.guide.seconds = 0.0
+    guides.follow([(bound, Chunk([token]))])
+    assert news == []
+    await asyncio.wait_for(changed.wait(), 5)
+    assert news[0][0] is bound
