@@ -7,6 +7,7 @@ touched, so whoever wants them on a node touches them from a thread there (`on_n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -107,14 +108,15 @@ def place(address: int, nbytes: int, nodes: Sequence[int]) -> bool:
 
 
 def on_node(node: int, call: Callable[[], None]) -> None:
-    """Call it on a CPU of the node, if this process may use one. Raises what it raises."""
+    """Call it on a CPU of the node, if this process may choose one. Raises what it raises."""
     cpus = cpus_of(node) & os.sched_getaffinity(0)
     failure: list[Exception] = []
 
     def run() -> None:
         try:
             if cpus:
-                os.sched_setaffinity(0, cpus)  # of this thread alone
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(0, cpus)  # of this thread alone
             call()
         except Exception as error:  # the caller's
             failure.append(error)

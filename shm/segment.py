@@ -172,7 +172,8 @@ def _create_locked(path: Path) -> int:
         except FileExistsError:
             raise SegmentError(f"{path}: {_owner(path)}") from None
         except OSError as error:
-            raise SegmentError(f"{path}: {error.strerror}") from None
+            hint = "voltapile doctor tells what to change"
+            raise SegmentError(f"{path}: {error.strerror}; {hint}") from None
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return descriptor

@@ -192,10 +192,16 @@ def shared_memory(sight: Sight) -> Iterator[Finding]:
         yield Finding("fault", f"{sight.shm}: {error.strerror}",
                       "mount -t tmpfs tmpfs /dev/shm")  # fmt: skip
         return
+    if not os.access(sight.shm, os.W_OK | os.X_OK):
+        yield Finding("fault", f"{sight.shm}: this user cannot write there, and ranks meet there",
+                      f"mount -o remount,rw,mode=1777 {sight.shm}")  # fmt: skip
+        return
     free, total = there.f_bavail * there.f_frsize, there.f_blocks * there.f_frsize
-    shown = f"{sight.shm}: {free >> 20} of {total >> 20} MiB free"
+    shown = f"{sight.shm}: {_mib(free)} of {_mib(total)} MiB free"
     remedy = f"mount -o remount,size=8G {sight.shm}, or --shm-size 8g for a container"
-    if free < LEAST_SHM:
+    if not total:
+        yield Finding("ok", f"{sight.shm} has no limit")
+    elif free < LEAST_SHM:
         yield Finding("fault", f"{shown}: ranks have no room to meet", remedy)
     elif free < ROOMY_SHM:
         yield Finding("slow", f"{shown}: little for several ranks and a shared embedding", remedy)
@@ -278,6 +284,10 @@ CHECKS: tuple[Callable[[Sight], Iterator[Finding]], ...] = (
     limits,
     kernel,
 )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes >> 20}" if nbytes >= 1 << 20 or not nbytes else f"{nbytes / 2**20:.2f}"
 
 
 def _gib(nbytes: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -132,13 +133,16 @@ def _fault(machine: Machine) -> str:
     indexes = [gpu.index for gpu in machine.gpus]
     cpus = [cpu for node in machine.nodes for cpu in node.cpus]
     for what, numbers in (("node", ids), ("GPU", indexes), ("CPU", cpus)):
-        if twice := [each for each in numbers if numbers.count(each) > 1]:
-            return f"{what} {twice[0]} is there twice"
+        if len(set(numbers)) < len(numbers):
+            twice = next(each for each, count in Counter(numbers).items() if count > 1)
+            return f"{what} {twice} is there twice"
     for gpu in machine.gpus:
         if gpu.node not in (-1, *ids):
             return f"GPU {gpu.index} is at node {gpu.node}, which is not there"
         if not LEAST_ARCH <= gpu.arch <= MOST_ARCH:
             return f"GPU {gpu.index} has arch {gpu.arch}, expected {LEAST_ARCH} to {MOST_ARCH}"
+    if not machine.cpu_limit >= 0:
+        return f"{machine.cpu_limit:g} CPUs' time is allowed"
     if machine.shared_bytes < 0:
         return f"{machine.shared_bytes} bytes of shared memory are free"
     sizes = {"this machine": (machine.available_bytes, machine.memory_bytes)}

@@ -344,7 +344,8 @@ def open_engine(
         except MemoryError as error:
             raise shortage(error, plan.ranks[rank].memory) from None
         finally:
-            os.sched_setaffinity(0, before)
+            with contextlib.suppress(OSError):  # a container may refuse it, as it did at the start
+                os.sched_setaffinity(0, before)
 
 
 def _load_ops(plan: Plan, rank: int, board: Board | None) -> Ops:

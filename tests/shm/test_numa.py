@@ -121,6 +121,18 @@ def test_calls_run_on_a_node(nodes: Path) -> None:
         numa.on_node(0, lambda: (_ for _ in ()).throw(OSError("full")))
 
 
+def test_calls_run_anywhere_where_cpus_may_not_be_chosen(
+    nodes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    seen: list[int] = []
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    numa.on_node(0, lambda: seen.append(1))
+    assert seen == [1]
+
+
 def test_lists_of_the_kernel() -> None:
     assert numa.parse("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
     assert numa.parse("\n") == []

@@ -134,6 +134,24 @@ def test_shared_memory(
     assert ("--shm-size" in remedy) == (level != "ok")
 
 
+def test_shared_memory_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tmpfs tells of size=0."""
+    there = SimpleNamespace(f_bavail=0, f_blocks=0, f_frsize=4096)
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: there)
+    seen = found(doctor.shared_memory, Sight(MACHINE, shm=tmp_path))
+    assert only(seen, "has no limit")[0] == "ok"
+
+
+def test_shared_memory_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: not mode & os.W_OK)
+    seen = found(doctor.shared_memory, Sight(MACHINE, shm=tmp_path))
+    level, remedy = only(seen, "cannot write there")
+    assert level == "fault"
+    assert "remount,rw" in remedy
+
+
 def test_segments_of_the_dead_and_of_the_living(tmp_path: Path) -> None:
     assert "does not exist" not in str(found(doctor.shared_memory, Sight(MACHINE, shm=FOLDER)))
     name = f"test-{secrets.token_hex(6)}"

@@ -244,6 +244,11 @@ NODE = {"id": 0, "cpus": [0, 1], "cores": 2, "memory_bytes": 10, "free_bytes": 5
         ({"gpus": [GPU | {"node": 7}]}, "GPU 0 is at node 7, which is not there"),
         ({"gpus": [GPU | {"arch": 7}]}, "GPU 0 has arch 7, expected 50 to 130"),
         ({"nodes": [NODE, NODE]}, "node 0 is there twice"),
+        (
+            {"nodes": [NODE | {"cpus": [*range(200_000), 7], "cores": 1}]},
+            "CPU 7 is there twice",
+        ),
+        ({"cpu_limit": -3}, "-3 CPUs' time is allowed"),
         ({"gpus": [GPU, GPU]}, "GPU 0 is there twice"),
         ({"gpus": [GPU | {"free_bytes": 17}]}, "GPU 0 has 16 bytes of memory, 17 of them free"),
         ({"gpus": [GPU | {"memory_bytes": 0, "free_bytes": 0}]}, "GPU 0 has 0 bytes"),

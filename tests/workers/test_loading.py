@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ def test_loading_is_logged(
             pass
         assert "weights" in caplog.text
         assert ("GB/s" in caplog.text) == no_mmap
+
+
+def test_where_cpus_may_not_be_chosen(
+    mini: Path, plan_for: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may refuse it: the end of loading, and of the engine, does not depend on it."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with open_engine(plan_for(mini / "llama/model-f16.gguf", "cpu")) as engine:
+        assert engine.memory()
 
 
 def test_a_shortage_is_told_beside_the_plan(
