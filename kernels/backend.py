@@ -74,6 +74,7 @@ def _describe_reference() -> dict[str, Any]:
 
 def _describe_cuda() -> dict[str, Any]:
     from voltapile.kernels.cuda.chunks import REPACKED
+    from voltapile.kernels.cuda.file_table import ROWS
     from voltapile.kernels.cuda.links import ROOM
     from voltapile.kernels.cuda.matmul import FUSED_FROM, LIBRARY_FROM
     from voltapile.kernels.cuda.pages import KV_TYPES
@@ -96,6 +97,7 @@ def _describe_cuda() -> dict[str, Any]:
         "workspace_bytes": 96 << 20,
         "unpacked_bytes": 2.0,
         "group_bytes": ROOM,
+        "staged_rows": ROWS,
         "choices": {"fused_from": str(FUSED_FROM), "library_from": str(LIBRARY_FROM)},
         "repacked": {
             before: (format_of(before).block_bytes, format_of(after).block_bytes)

@@ -187,6 +187,10 @@ class FamilyOps(Ops, Protocol):
         """int64 [T, heads]: rows of the table, by each token and those before it in
         batch.history."""
 
+    def ngram_expect(self, table: Weight, tokens: np.ndarray, hashing: NGramHash) -> None:
+        """A run of a text, int32 [n], is about to be computed: a table on a drive may be read
+        ahead. Nothing but time depends on it."""
+
     def ngram_gather(self, table: Weight, rows: Array) -> Array:
         """float32 [T, heads * row width]."""
 
@@ -284,3 +288,23 @@ def stream_in(
     low, *inject = ops.linears(h, weights, [None] * len(weights))
     low = ops.silu_(low, width / x.shape[1])
     return ops.stream_mix(h, ops.linear(low, mix.up), width), inject[0] if inject else None
+
+
+def ngram_numbers(tokens: np.ndarray, hashing: NGramHash) -> np.ndarray:
+    """int64 [n, heads]: FamilyOps.ngram_rows on the host, of the tokens of a run but the first
+    ones, whose predecessors are not in it."""
+    order, seen = len(hashing.multipliers), np.asarray(tokens, np.int64).view(np.uint64)
+    count, heads = max(0, len(seen) - order + 1), len(hashing.moduli) // (order - 1)
+    factors, moduli, offsets = (
+        np.array([number % 2**64 for number in numbers], np.uint64)
+        for numbers in (hashing.multipliers, hashing.moduli, hashing.offsets)
+    )
+    boundary, is_over = np.uint64(hashing.boundary % 2**64), np.zeros(count, bool)
+    hashed, found = seen[order - 1 :] * factors[0], []
+    for back in range(1, order):
+        before = seen[order - 1 - back :][:count]
+        is_over |= before == boundary
+        hashed = hashed ^ np.where(is_over, boundary, before) * factors[back]
+        mine = slice((back - 1) * heads, back * heads)
+        found.append(hashed[:, None] % moduli[mine] + offsets[mine])
+    return np.concatenate(found, axis=1).view(np.int64)

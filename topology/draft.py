@@ -20,7 +20,14 @@ from voltapile.topology.layout import Layout, layout_of
 from voltapile.topology.machine import Machine
 from voltapile.topology.memory import Load, memory_of, row_bytes
 from voltapile.topology.overrides import Obeyed, Rule, faults, obey, rules_of
-from voltapile.topology.placement import TABLE, Places, by_rules, fit, usual_places
+from voltapile.topology.placement import (
+    SHARED_ROOM,
+    TABLE,
+    Places,
+    by_rules,
+    fit,
+    usual_places,
+)
 from voltapile.topology.plan import (
     INDEX_RING,
     Backend,
@@ -191,6 +198,7 @@ def finish(draft: Draft, gguf: TensorTable) -> Plan:
         checkpoint_tokens=options.checkpoint_tokens if layout.load.checkpoints else 0,
         tensors=_placements(gguf, draft),
         shared=shared,
+        staged=layout.staged(draft.places),
         overrides=_overrides(draft),
         choices={
             "cache_type_k": kinds.key_type if kinds else "",
@@ -249,9 +257,18 @@ def _notes(draft: Draft) -> list[str]:
     size = show(draft.layout.tensors[TABLE].nbytes)
     why = {
         "pinned": "pinned in host memory once for all ranks, since it fits there",
-        "mapped": "read from the mapped file by the CPU, by rule or for lack of memory",
+        "mapped": f"mapped: each rank reads rows of it from the file, {_why_mapped(draft)}",
     }.get(place.tier, f"in {place}, by rule")
     return [*draft.notes, f"the n-gram table ({size}): {why}"]
+
+
+def _why_mapped(draft: Draft) -> str:
+    machine, table = draft.layout.machine, draft.layout.tensors[TABLE]
+    if TABLE in draft.obeyed.places:
+        return "by rule"
+    if 0 < machine.shared_bytes < table.nbytes + SHARED_ROOM:
+        return f"since /dev/shm has room for {show(machine.shared_bytes)}"
+    return "for lack of host memory"
 
 
 def _ranks(draft: Draft, context: int, columns: int, warnings: list[str]) -> list[RankPlan]:

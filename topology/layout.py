@@ -21,10 +21,12 @@ from voltapile.topology.memory import (
     sizes,
 )
 from voltapile.topology.parts import Part, part_of
-from voltapile.topology.placement import SHARED, Places
+from voltapile.topology.placement import SHARED, TABLE, Places
 from voltapile.topology.plan import Backend, CacheGroup, Options
 from voltapile.topology.ranks import Spread
 from voltapile.topology.spec import Spec
+
+ROW_NUMBER = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Layout:
                 self.load,
                 self.kept(rank, places, "pinned") + self.kept(rank, places, "host"),
                 places.host_layers,
+                sum(n for name, n in self.staged(places).items() if name in self.parts[rank]),
             )
             for rank, share in enumerate(self.spread.shares)
         ]
@@ -90,6 +93,15 @@ class Layout:
             for name in SHARED
             if name in self.tensors and places.of[name].tier in ("pinned", "host")
         }
+
+    def staged(self, places: Places) -> dict[str, int]:
+        """Page-locked bytes of each rank where rows of the n-gram table arrive, if it stays in the
+        file: their numbers, and the rows."""
+        table = self.tensors.get(TABLE)
+        rows = self.backend.staged_rows
+        if table is None or not rows or places.of[TABLE].tier != "mapped":
+            return {}
+        return {TABLE: rows * (ROW_NUMBER + table.nbytes // table.shape[0])}
 
     def mapped(self, places: Places) -> int:
         """Bytes of the file that are read while it is mapped."""

@@ -48,11 +48,12 @@ class Sizes:
     state: int = 0  # of all slots, beside their pages
     communication: int = 0  # what other ranks write to this one
     checkpoints: int = 0  # copies of slots' states
+    staging: int = 0  # where rows of a table in the file arrive
 
     @property
     def fixed(self) -> int:
         own = self.weights + self.state + self.scratch + self.slots + self.checkpoints
-        return own + self.communication + self.reserve
+        return own + self.communication + self.staging + self.reserve
 
     def pages(self, columns: int) -> list[int]:
         """Of each group, the trash page included."""
@@ -75,6 +76,7 @@ class Sizes:
             "slots": self.slots + (columns + 1) * self.table + context * self.history,
             "checkpoints": self.checkpoints,
             "communication": self.communication,
+            "staging": self.staging,
             "reserve": self.reserve,
         }
         return {name: nbytes for name, nbytes in found.items() if nbytes or name in ALWAYS}
@@ -137,6 +139,7 @@ def host_sizes(
     load: Load,
     weights: int,
     host_layers: Collection[int],
+    staging: int,
 ) -> Sizes:
     """Of a rank that computes in VRAM: what it keeps in the host's memory."""
     there = [layer for layer in share.layers if layer in host_layers]
@@ -150,6 +153,7 @@ def host_sizes(
         history=0,
         weights=weights,
         checkpoints=checkpoint_bytes(spec, share, load.checkpoints),
+        staging=staging,
     )
 
 

@@ -59,17 +59,20 @@ def usual_places(
     options: Options,
     mode: str,
 ) -> Places:
-    """Without any rule and with memory for everything. Where each of several GPUs would keep the
-    whole token embedding, one copy in host memory serves all: a token's row comes over the link in
-    microseconds, and hundreds of MiB of each GPU stay free."""
+    """Without any rule and with memory for everything but what ranks share, which is limited apart.
+    Where each of several GPUs would keep the whole token embedding, one copy in host memory serves
+    all: a token's row comes over the link in microseconds, and hundreds of MiB of each GPU stay
+    free."""
     if not backend.in_vram:
         return Places(dict.fromkeys(tensors, HOST if options.no_mmap else MAPPED))
-    pinned = {TABLE}
+    room = machine.shared_bytes - SHARED_ROOM if machine.shared_bytes else machine.available_bytes
+    found = dict.fromkeys(tensors, VRAM)
+    if TABLE in tensors:
+        found[TABLE] = PINNED if tensors[TABLE].nbytes <= room else MAPPED
+        room -= tensors[TABLE].nbytes if found[TABLE] == PINNED else 0
     if EMBEDDING in tensors and not spec.tied and mode in ("tensor", "experts"):
-        room = machine.shared_bytes - SHARED_ROOM
-        if not machine.shared_bytes or tensors[EMBEDDING].nbytes <= room:
-            pinned.add(EMBEDDING)
-    return Places({name: PINNED if name in pinned else VRAM for name in tensors})
+        found[EMBEDDING] = PINNED if tensors[EMBEDDING].nbytes <= room else VRAM
+    return Places(found)
 
 
 def by_rules(places: Places, rules: Sequence[Rule], obeyed: Obeyed) -> Places:

@@ -47,6 +47,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     # Of formats that change at load: bytes of a block in the file, and then.
     repacked: dict[str, tuple[int, int]] = {}
     splits_positions: bool = False  # ranks may share out keys and values by position
+    staged_rows: int = 0  # of a table in the file, that a GPU gets at once; 0: it cannot
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,8 +140,8 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process. memory: bytes by purpose (weights, kv, state, scratch, slots,
-    checkpoints, communication, reserve), in VRAM where the device is a GPU; host: those beside it,
-    in memory."""
+    checkpoints, communication, staging, reserve), in VRAM where the device is a GPU; host: those
+    beside it, in memory."""
 
     rank: int
     share: Share  # what it computes of the model
@@ -179,6 +180,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = "single"  # single | layer | tensor | experts
     islands: list[int] = []  # of each rank, where the user has declared them
     shared: dict[str, int] = {}  # bytes of host memory that all ranks read, by purpose
+    staged: dict[str, int] = {}  # page-locked bytes of a rank for rows of a tensor in the file
     overrides: list[Override] = []
     notes: list[str] = []  # what was chosen, and why
     choices: dict[str, str] = {}  # everything that changes bits, named
@@ -192,6 +194,7 @@ def unbuilt(plan: Plan) -> str:
     outside: dict[str, int] = {}
     for name, each in plan.tensors.items():
         is_read = each.tier == "pinned" and name in plan.shared  # a few rows of it, where it lies
+        is_read |= name in plan.staged
         if each.tier != "vram" and each.ranks and not is_read:
             outside[each.tier] = outside.get(each.tier, 0) + each.bytes
     if outside:

@@ -21,6 +21,7 @@ PURPOSES = {
     "slots": "slots",
     "checkpoints": "checkpoints",  # copies of states
     "communication": "ranks",  # what they write to each other
+    "staging": "staging",  # where rows of a table in the file arrive
     "draft": "draft",
     "shared": "shared",
     "reserve": "reserve",  # a GPU's: the driver's context, kernels, graphs

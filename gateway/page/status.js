@@ -5,8 +5,8 @@ import { ask } from "./server.js";
 const MILLISECONDS = 1000;
 const PURPOSES = {
   weights: "Weights", kv: "KV cache", state: "State", scratch: "Scratch", slots: "Slots",
-  checkpoints: "Checkpoints", communication: "Ranks", draft: "Draft", shared: "Shared",
-  reserve: "Reserve",
+  checkpoints: "Checkpoints", communication: "Ranks", staging: "Staging", draft: "Draft",
+  shared: "Shared", reserve: "Reserve",
 };
 const TIERS = {
   vram: "in VRAM", pinned: "in host memory that GPUs read", host: "in host memory",

@@ -45,6 +45,20 @@ class Group:
     @staticmethod
     def bytes(ranks: int, room: int) -> int: ...
 
+class FileRows:
+    """Rows of a matrix in an open file, which is closed with it; see csrc/file_rows.h."""
+
+    def __init__(
+        self, descriptor: int, offset: int, rows: int, row_bytes: int, threads: int
+    ) -> None: ...
+    def reading(self, numbers: int, count: int, out: int) -> tuple[int, int]:
+        """Addresses of a function in C and of its argument: a call reads the rows whose numbers
+        (int64) lie at `numbers` then. Both stay for ever, and so does the open file."""
+
+    def expect(self, numbers: Array) -> None: ...
+    @property
+    def fault(self) -> int: ...
+
 class Engine:
     """Runs each op at once, or appends it between record() and recorded()."""
 

@@ -60,6 +60,9 @@ class CpuStreams(CpuOps):
         self._engine.ngram_rows(batch, multipliers, moduli, offsets, hashing.boundary, rows)
         return rows
 
+    def ngram_expect(self, table: Weight, tokens: np.ndarray, hashing: NGramHash) -> None:
+        """The system reads a mapped file when it is looked at."""
+
     def ngram_gather(self, table: Weight, rows: np.ndarray) -> np.ndarray:
         out = self._scratch.array((len(rows), rows.shape[1] * table.shape[1]))
         self._engine.embed_rows(matrix_of(table), rows, out)

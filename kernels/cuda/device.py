@@ -18,8 +18,8 @@ import numpy as np
 from cupy.cuda import runtime
 from cupy_backends.cuda.api import driver
 from cupy_backends.cuda.libs import cublas
+from voltapile.kernels.cuda import submit
 from voltapile.kernels.cuda.cublas import WORKSPACE, Library, LibraryError, load_cublas
-from voltapile.kernels.cuda.submit import Submission
 
 # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY, CUBLAS_STATUS_ALLOC_FAILED
 NO_MEMORY = {
@@ -81,7 +81,7 @@ class Function:
     def __init__(self, device: Device, module: Any, name: str, is_early: bool) -> None:
         self.name = name
         self._device, self._function = device, module.get_function(name)
-        self._early = Submission(self._function.ptr) if is_early else None
+        self._early = submit.Submission(self._function.ptr) if is_early else None
         self._shared = SHARED_WITHOUT_ASKING
 
     def __call__(
@@ -186,6 +186,10 @@ class Device:
         """To pinned memory; it is there after synchronize()."""
         if nbytes:
             runtime.memcpyAsync(pinned, source, nbytes, TO_HOST, self.stream.ptr)
+
+    def call(self, function: int, argument: int) -> None:
+        """C code on the host, in order with the kernels; see submit.call."""
+        submit.call(function, argument, self.stream.ptr)
 
     def wait_for(self, lane: Lane) -> None:
         """Kernels submitted from now on come after what the lane has sent."""

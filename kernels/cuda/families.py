@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from voltapile.kernels.cuda import delta, experts, gemm, mixes, sparse, streams
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared, places_of
-from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
+from voltapile.kernels.cuda.file_table import FileTable, RowReader
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
 from voltapile.kernels.cuda.states import State
 from voltapile.kernels.families import (
@@ -22,12 +23,13 @@ from voltapile.kernels.families import (
     NGramHash,
     NGramWeights,
     SharedExpert,
+    ngram_numbers,
     stream_in,
 )
 from voltapile.kernels.ops import Batch, Weight
 
 
-class Host(Launcher, Protocol):
+class Host(RowReader, Protocol):
     """What the methods below need. tickets: uint32 [experts.TICKETS], zeros. prompt_policy: of
     products with rows that rows_alone leaves."""
 
@@ -160,6 +162,10 @@ class CudaFamilies:
     # --- n-grams ------------------------------------------------------------------------------
     def ngram_rows(self: Host, batch: Batch, hashing: NGramHash) -> DeviceArray:
         return streams.ngram_rows(self, batch, hashing)
+
+    def ngram_expect(self: Host, table: Weight, tokens: np.ndarray, hashing: NGramHash) -> None:
+        if isinstance(table, FileTable):
+            table.stage.expect(ngram_numbers(tokens, hashing))
 
     def ngram_gather(self: Host, table: Weight, rows: DeviceArray) -> DeviceArray:
         return streams.ngram_gather(self, _own(table), rows)

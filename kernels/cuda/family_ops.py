@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda import plain, sparse
+from voltapile.kernels.cuda.device import Pinned
 from voltapile.kernels.cuda.experts import TICKETS
 from voltapile.kernels.cuda.families import CudaFamilies
+from voltapile.kernels.cuda.file_table import NUMBER, ROWS, Checked, FileTable, Stage
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
-from voltapile.kernels.cuda.ops import CudaOps
-from voltapile.kernels.ops import Weight
+from voltapile.kernels.cuda.ops import SLACK, CudaOps
+from voltapile.kernels.ops import Arrival, Weight
+from voltapile.shm.formats import row_bytes
 
 
 class CudaFamilyOps(CudaFamilies, CudaOps):
@@ -21,12 +24,33 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.tickets = self.zeros((TICKETS,), np.uint32)
+        self._stages: list[Stage] = []
 
     def table(self, values: np.ndarray) -> DeviceArray:
         raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         ptr, owner = self._weights.take(raw.nbytes)
         self._uploader.send(ptr, raw)
         return DeviceArray(ptr, values.shape, values.dtype, owner)
+
+    def file_weight(
+        self, path: str, offset: int, type_name: str, shape: tuple[int, ...]
+    ) -> FileTable:
+        """A matrix whose rows are read from the file as steps ask for them. Raises OSError."""
+        rows, row = shape[0], row_bytes(type_name, shape[1])
+        buffers = Pinned(ROWS * NUMBER), Pinned(ROWS * row + SLACK)
+        stage = Stage(path, offset, rows, row, buffers)
+        self._stages.append(stage)
+        return FileTable(tuple(shape), rows * row, type_name, 0, row, stage=stage)
+
+    def read_rows(self, table: FileTable, numbers: DeviceArray) -> None:
+        self._catch_up()
+        if not self._loader.is_rehearsing:
+            self.device.fetch(table.stage.numbers.ptr, numbers.ptr, numbers.nbytes)
+            self.device.call(*table.stage.reading(numbers.size))
+
+    def fetch(self, arrays: Sequence[DeviceArray]) -> Arrival:
+        arrival = super().fetch(arrays)
+        return Checked(arrival, self._stages) if self._stages else arrival
 
     @property
     def prompt_policy(self) -> Policy:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from voltapile.kernels.cuda.file_table import FileTable, RowReader
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.states import State, make_state, tap_kind
 from voltapile.kernels.families import NGramHash
@@ -115,19 +116,39 @@ def ngram_rows(ops: Launcher, batch: Batch, hashing: NGramHash) -> DeviceArray:
     return rows
 
 
-def ngram_gather(ops: Launcher, table: CudaWeight, rows: DeviceArray) -> DeviceArray:
+def ngram_gather(ops: RowReader, table: CudaWeight, rows: DeviceArray) -> DeviceArray:
     if table.type_name not in GATHER:
         raise ValueError(f"an n-gram table as {table.type_name}: not in the cuda backend")
-    tokens, heads = rows.shape
+    out = ops.scratch((rows.shape[0], rows.shape[1] * table.shape[1]))
+    if not rows.size:
+        return out
+    numbers, found = rows.reshape(rows.size), out.reshape(rows.size, table.shape[1])
+    if not isinstance(table, FileTable):
+        _gather(ops, table, table.ptr, numbers, found, False)
+        return out
+    stage = table.stage
+    for start in range(0, rows.size, stage.count):
+        part = numbers[start : start + stage.count]
+        ops.read_rows(table, part)
+        read, to = stage.numbers[: len(part)], found[start : start + stage.count]
+        _gather(ops, table, stage.data.ptr, read, to, True)
+    return out
+
+
+def _gather(
+    ops: Launcher,
+    table: CudaWeight,
+    data: int,
+    numbers: DeviceArray,
+    out: DeviceArray,
+    is_in_order: bool,
+) -> None:
+    """out [n, width]. is_in_order: of `numbers` rows, each lies at its number's place."""
     count, width = table.shape
     blocks = width // format_of(table.type_name).block_len
-    out = ops.scratch((tokens, heads * width))
-    if rows.size:
-        sizes = np.int64(rows.size), np.int64(count), np.int32(blocks)
-        ops.kernel(GATHER[table.type_name])(
-            (_groups(rows.size * blocks, 128),), 128, (table.ptr, rows.ptr, out.ptr, *sizes)
-        )
-    return out
+    sizes = np.int64(numbers.size), np.int64(count), np.int32(blocks), np.int32(is_in_order)
+    args = data, numbers.ptr, out.ptr, *sizes
+    ops.kernel(GATHER[table.type_name])((_groups(numbers.size * blocks, 128),), 128, args)
 
 
 def ngram_state(ops: Launcher, slots: int, width: int, rows: int) -> State:

@@ -1,4 +1,5 @@
-"""Launches through the driver's cuLaunchKernelEx, which cupy does not offer.
+"""Launches through the driver's cuLaunchKernelEx, which cupy does not offer, and calls of C between
+them (cupy's are Python's, and once only).
 
 A kernel that waits for its predecessor itself (csrc/grid.cuh) may start before that one ends; in a
 graph this becomes a programmatic edge. Knows addresses and numbers; neither cupy nor instances.
@@ -41,7 +42,16 @@ class _Config(ctypes.Structure):
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
+    driver.cuLaunchHostFunc.argtypes = (ctypes.c_void_p,) * 3
     return driver
+
+
+def call(function: int, argument: int, stream: int) -> None:
+    """Of C, by a thread of the driver's, behind what was submitted before; what comes behind waits
+    for it. A recorded step repeats the call. The function may not ask CUDA for anything."""
+    status = _driver().cuLaunchHostFunc(stream, function, argument)
+    if status:
+        raise LaunchError(f"cuLaunchHostFunc: error {status} of the driver")
 
 
 class Arguments:

@@ -66,6 +66,9 @@ class ReferenceStreams(ReferenceOps):
                     rows[t, head] = hashed % hashing.moduli[head] + hashing.offsets[head]
         return rows
 
+    def ngram_expect(self, table: Weight, tokens: np.ndarray, hashing: NGramHash) -> None:
+        """The system reads a mapped file when it is looked at."""
+
     def ngram_gather(self, table: Weight, rows: np.ndarray) -> Array:
         return self.embed(table, rows.reshape(-1)).reshape(len(rows), -1)
 

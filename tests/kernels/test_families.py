@@ -17,6 +17,7 @@ from voltapile.kernels.families import (
     DeltaWeights,
     NGramHash,
     NGramWeights,
+    ngram_numbers,
 )
 from voltapile.kernels.ops import Array, Batch
 from voltapile.kernels.reference.families import ReferenceFamilyOps
@@ -426,6 +427,18 @@ def test_rows_of_ngrams() -> None:
     assert ours.dtype == np.int64
     past = batch_of([(0, 40, 1)], history=history)  # a finished slot may go past the end
     assert (make_ops().ngram_rows(past, HASHING) >= 0).all()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 40])
+def test_rows_of_a_run_are_known_without_what_comes_before(tokens: int) -> None:
+    """All but those of its first tokens."""
+    history = np.random.default_rng(1).integers(0, 9, (SLOTS, 40)).astype(np.int32)
+    batch = batch_of([(1, 0, 40)], history=history)
+    whole = REFERENCE.ngram_rows(batch, HASHING)[40 - tokens :]
+    found = ngram_numbers(history[1, 40 - tokens :], HASHING)
+    assert found.dtype == np.int64
+    assert found.shape == (max(0, tokens - 2), 4)
+    np.testing.assert_array_equal(found, whole[2:])
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])

@@ -9,7 +9,7 @@ import pytest
 from reference import CUDA, computer, header, plan_for, usual
 from voltapile.topology.architectures import spec_of
 from voltapile.topology.machine import Machine
-from voltapile.topology.plan import Options, Plan, unbuilt
+from voltapile.topology.plan import Backend, Options, Plan, PlanError, unbuilt
 from voltapile.topology.planner import plan
 
 
@@ -141,3 +141,78 @@ def test_one_embedding_serves_all_ranks(
     assert (place.tier == "pinned") == is_shared
     assert found.shared == ({"token_embd.weight": place.bytes} if is_shared else {})
     assert unbuilt(found) == ""
+
+
+TABLE = "per_layer_token_embd.weight"
+STAGES = msgspec.structs.replace(CUDA, staged_rows=8192)
+
+
+def flash(there: Machine, backend: Backend = STAGES, **options: Any) -> Plan:
+    table = header("flash-next-q4")
+    return plan(spec_of(table), table, there, backend, Options(**options))
+
+
+def note_of(found: Plan) -> str:
+    (note,) = [note for note in found.notes if note.startswith("the n-gram table")]
+    return note.partition(": ")[2]
+
+
+def test_an_ngram_table_is_pinned_where_it_fits() -> None:
+    found = flash(computer("x86-4xv100-32gb"))
+    assert found.tensors[TABLE].tier == "pinned"
+    assert TABLE in found.shared
+    assert found.staged == {}
+    assert "pinned in host memory" in note_of(found)
+    assert unbuilt(found) == ""
+
+
+def test_of_an_ngram_table_in_the_file_ranks_keep_room_for_rows() -> None:
+    there = computer("x86-4xv100-32gb")
+    found, whole = flash(there, overrides=["ngram=mapped"]), flash(there)
+    assert found.tensors[TABLE].tier == "mapped"
+    assert set(found.shared) == {"token_embd.weight"}
+    assert found.staged == {TABLE: 8192 * (8 + 90)}
+    assert [rank.host["staging"] for rank in found.ranks] == [8192 * 98] * 4
+    assert all("staging" not in rank.host for rank in whole.ranks)
+    assert [rank.memory["weights"] for rank in found.ranks] == [
+        rank.memory["weights"] for rank in whole.ranks
+    ]
+    assert note_of(found).endswith("rows of it from the file, by rule")
+    assert unbuilt(found) == ""
+    cannot = flash(there, CUDA, overrides=["ngram=mapped"])
+    assert cannot.staged == {}
+    assert "can be planned and not computed" in unbuilt(cannot)
+
+
+def test_in_layer_mode_the_rank_with_its_layer_reads_the_table() -> None:
+    found = flash(computer("x86-4xv100-32gb"), split_mode="layer", overrides=["ngram=mapped"])
+    assert ["staging" in rank.host for rank in found.ranks] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("fit", [True, False])
+def test_a_small_dev_shm_leaves_the_ngram_table_in_the_file(fit: bool) -> None:
+    there = msgspec.structs.replace(computer("x86-4xv100-32gb"), shared_bytes=8 << 30)
+    found = flash(there, fit=fit)
+    assert found.tensors[TABLE].tier == "mapped"
+    assert found.tensors["token_embd.weight"].tier == "pinned"
+    assert note_of(found).endswith("from the file, since /dev/shm has room for 8.00 GiB")
+    assert unbuilt(found) == ""
+
+
+def test_one_table_may_leave_no_shared_memory_for_the_other() -> None:
+    table = header("flash-next-q4").tensors[TABLE].nbytes
+    there = msgspec.structs.replace(computer("x86-4xv100-32gb"), shared_bytes=table + (64 << 20))
+    found = flash(there)
+    assert set(found.shared) == {TABLE}
+    assert found.tensors["token_embd.weight"].tier == "vram"
+
+
+def test_an_ngram_table_larger_than_free_memory_is_left_or_offered() -> None:
+    there = computer("x86-4xv100-32gb")
+    found = flash(msgspec.structs.replace(there, available_bytes=30 << 30), slots=1)
+    assert found.tensors[TABLE].tier == "mapped"
+    assert note_of(found).endswith("from the file, for lack of host memory")
+    assert unbuilt(found) == ""
+    tight = msgspec.structs.replace(there, available_bytes=28 << 30)
+    with pytest.raises(PlanError, match=r"on the host.*--ngram-table mapped"):
+        flash(tight, fit=False, overrides=["ngram=pinned"])

@@ -268,6 +268,7 @@ NB_MODULE(_cpu, m) {
 
   bind_group(m, engine);
   bind_families(m, engine);
+  bind_file_rows(m);
   m.def("is_supported", is_supported, "type"_a);
   m.def("unpack_to", unpack_to, "type"_a, same("data"), same("out"));
   m.def("quantised_bytes", quantised_bytes, "tokens"_a, "cols"_a);

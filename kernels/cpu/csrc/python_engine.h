@@ -107,5 +107,6 @@ class Engine {
 
 void bind_group(nb::module_& module, nb::class_<Engine>& engine);     // module_group.cpp
 void bind_families(nb::module_& module, nb::class_<Engine>& engine);  // module_families.cpp
+void bind_file_rows(nb::module_& module);                             // module_file_rows.cpp
 
 }  // namespace voltapile

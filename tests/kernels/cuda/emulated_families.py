@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cuda import experts, matmul
 from voltapile.kernels.cuda.families import CudaFamilies
+from voltapile.kernels.cuda.file_table import NUMBER, FileTable, Stage
 from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.shm.formats import row_bytes
 
 from .emulation import EmulatedOps
 
 
 class EmulatedFamilies(CudaFamilies, EmulatedOps):
     alone: int | None = None  # see CudaFamilies' Host
+    staged = 8192  # rows of a table in a file that are read at once
     prompt_policy = matmul.EVERY_ROW_ALONE
 
     def table(self, values: np.ndarray) -> DeviceArray:
@@ -30,6 +33,17 @@ class EmulatedFamilies(CudaFamilies, EmulatedOps):
 
     def upload(self, target: DeviceArray, values: np.ndarray) -> None:
         self.view(target)[...] = np.ascontiguousarray(values, target.dtype).reshape(target.shape)
+
+    def file_weight(self, path: str, offset: int, type_name: str, shape: Any) -> FileTable:
+        row, count = row_bytes(type_name, shape[1]), self.staged
+        buffers = self.zeros((count * NUMBER,), np.uint8), self.zeros((count, row), np.uint8)
+        stage = Stage(path, offset, shape[0], row, buffers, count)
+        return FileTable(tuple(shape), shape[0] * row, type_name, 0, row, stage=stage)
+
+    def read_rows(self, table: FileTable, numbers: DeviceArray) -> None:
+        self.view(table.stage.numbers)[: len(numbers)] = self.to_host(numbers)
+        function, argument = table.stage.reading(numbers.size)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
 
     def linear(self, x: DeviceArray, weight: Any) -> DeviceArray:
         return matmul.linear(self, x, weight)

@@ -99,6 +99,31 @@ def test_an_embedding_in_host_memory(gpu: Any, planned: Callable[..., Plan], mod
     assert gpu.registered == []
 
 
+def test_an_ngram_table_in_the_file(
+    gpu: Any, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read in the middle of each step, and a prompt's are asked for ahead."""
+    chosen = planned("qwen4exp", overrides=["ngram=mapped"])
+    assert unbuilt(chosen) == ""
+    (staged,) = chosen.staged.values()
+    assert chosen.ranks[0].host["staging"] == staged
+
+    def call(function: int, argument: int, stream: int) -> None:
+        gpu.launches.append("call")
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+
+    monkeypatch.setattr("voltapile.kernels.cuda.submit.call", call)
+    with open_engine(chosen) as engine:
+        stage = engine.model.grams()[0].table.stage
+        assert stage.numbers.nbytes + stage.data.nbytes == staged
+        assert gpu.launches.count("call") == len(chosen.buckets) + len(engine.chunks)
+        gpu.launches.clear()
+        steps(engine)
+        assert gpu.launches.count("call") == 1, "the prompt's, which is not recorded"
+        stage._ahead.shutdown(wait=True)
+        stage.check()
+
+
 def steps(engine: Engine) -> None:
     """A prompt of three rows, four steps of as many."""
     engine.ops.fetch = lambda arrays: _Zeros(arrays)
