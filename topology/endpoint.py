@@ -50,6 +50,16 @@ def prepare(endpoint: str) -> None:
         status = folder.lstat()
     except OSError as error:
         raise EndpointError(f"{folder}: {error.strerror}") from None
-    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-    if not is_ours or stat.S_IMODE(status.st_mode) & 0o077:
-        raise EndpointError(f"{folder}: expected a directory that only this user can enter")
+    if fault := _fault(status):
+        raise EndpointError(f"{folder}: {fault}")
+
+
+def _fault(status: os.stat_result) -> str:
+    """Why others could meet our workers in a folder; "" if they cannot."""
+    if not stat.S_ISDIR(status.st_mode):
+        return "expected a directory: remove it"
+    if status.st_uid != os.getuid():
+        return f"it is user {status.st_uid}'s, and not for our sockets: root can remove it"
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        return "other users can enter it, and sockets lie there: chmod 700 closes it"
+    return ""

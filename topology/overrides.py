@@ -186,7 +186,7 @@ def _rule(text: str, devices: Mapping[str, int], ranks: int) -> Rule:
         return Rule(shown, place, pattern=re.compile(target))
     except re.error as error:
         raise OptionError(
-            f"{shown}: {target!r} is no regular expression ({error}); a role is one of "
+            f"{shown}: {target} is no regular expression ({error}); a role is one of "
             f"{', '.join(ROLES)}"
         ) from None
 

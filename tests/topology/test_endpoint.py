@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -28,14 +29,20 @@ def test_prepare_makes_a_private_folder(folder: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_prepare_refuses_what_others_could_enter(folder: Path, tmp_path: Path) -> None:
+def test_prepare_refuses_what_others_could_enter(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.mkdir(mode=0o700)
     folder.chmod(0o755)
-    with pytest.raises(EndpointError, match="only this user can enter"):
+    with pytest.raises(EndpointError, match="chmod 700"):
+        prepare(f"ipc://{folder}/x.sock")
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(EndpointError, match=f"it is user {user}'s"):
         prepare(f"ipc://{folder}/x.sock")
     folder.rmdir()
     folder.symlink_to(tmp_path)
-    with pytest.raises(EndpointError, match="only this user can enter"):
+    with pytest.raises(EndpointError, match="expected a directory: remove it"):
         prepare(f"ipc://{folder}/x.sock")
 
 

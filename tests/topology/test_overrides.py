@@ -136,7 +136,7 @@ def test_fit_leaves_what_rules_say() -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("(=CPU", r"-ot \(=CPU: '\(' is no regular expression \(missing \), unterminated"),
+        ("(=CPU", r"-ot \(=CPU: \( is no regular expression \(missing \), unterminated"),
         ("exps", "-ot exps: expected regex=place, e.g. experts=host or ffn_"),
         ("=CPU", "-ot =CPU: expected regex=place"),
         ("exps=", "-ot exps=: expected regex=place"),
