@@ -252,8 +252,13 @@ class FamilyOps(Ops, Protocol):
     def state_bytes(self, state: Any) -> int:
         """What one slot of it takes."""
 
+    def checkpoint_memory(self, states: Sequence[Any], count: int) -> np.ndarray:
+        """uint8 [count, bytes]: host memory for the states of so many slots, one in each row, to be
+        saved to and restored from. Made once, when a model is loaded."""
+
     def save_states(self, states: Sequence[Any], slot: int, target: np.ndarray) -> None:
-        """Copy a slot's states, one behind another, into uint8 host memory."""
+        """Copy a slot's states into a row of checkpoint_memory. What is submitted later finds them
+        there, and the host after `synchronize`."""
 
     def restore_states(self, states: Sequence[Any], slot: int, source: np.ndarray) -> None: ...
 

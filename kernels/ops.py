@@ -50,6 +50,7 @@ class Batch:
     kept: Array | None = None  # int32[S] tokens of a slot's provisional step that stand; None: all
     is_provisional: bool = False  # see kernels/families.py
     here: Any = None  # Kept (kernels/positions.py), where ranks share out positions
+    long_rows: int = -1  # rows of more than 8 tokens; -1: nobody has counted
 
 
 @dataclass

@@ -49,6 +49,9 @@ class CpuStates:
     def state_bytes(self, state: State) -> int:
         return sum(view.nbytes for view in state.slot_bytes(0))
 
+    def checkpoint_memory(self, states: Sequence[State], count: int) -> np.ndarray:
+        return np.zeros((count, sum(map(self.state_bytes, states))), np.uint8)
+
     def save_states(self, states: Sequence[State], slot: int, target: np.ndarray) -> None:
         at = 0
         for view in (view for state in states for view in state.slot_bytes(slot)):

@@ -42,6 +42,52 @@ class Parts:
     norm: CudaWeight
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What all launches of one layer share."""
+
+    m: DeviceArray
+    z: DeviceArray
+    gates: DeviceArray
+    weights: Parts
+    shape: DeltaShape
+    state: State
+    batch: Batch
+    y: DeviceArray
+
+    @property
+    def tokens(self) -> int:
+        return len(self.y)
+
+    @property
+    def most_rows(self) -> int:
+        """That there may be."""
+        return min(self.tokens, self.state.slots)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no row has more tokens than delta_row takes. One that is longer may be among the
+        first batch.generated tokens, with a short one behind it."""
+        rows = self.batch.long_rows
+        return not rows if rows >= 0 else self.tokens <= MAX_PROVISIONAL
+
+    @property
+    def kept(self) -> int:
+        return 0 if self.batch.kept is None else self.batch.kept.ptr
+
+    @property
+    def is_provisional(self) -> int:
+        return int(self.batch.is_provisional)
+
+    @property
+    def is_sigmoid(self) -> int:
+        return int(self.shape.gate == "sigmoid")
+
+    @property
+    def tap_kind(self) -> int:
+        return int(tap_kind(self.weights.conv1d))
+
+
 def delta_state(ops: Launcher, slots: int, shape: DeltaShape) -> State:
     heads, dim = shape.value_heads, shape.dim
     if dim not in DIMS:
@@ -70,99 +116,100 @@ def delta_net(
     assert weights.conv1d.shape == (shape.channels, shape.kernel), weights.conv1d.shape
     assert tokens <= MAX_TOKENS, tokens
     y = ops.scratch((tokens, heads * dim))
-    # Rows of generated tokens are short, and so is every row of a step of few tokens.
-    is_short = tokens <= MAX_PROVISIONAL or batch.generated >= tokens
-    tickets_taken = min(tokens, state.slots) * (shape.key_heads + 1)
-    if tokens and is_short and tickets_taken <= len(tickets):
-        _rows(ops, inputs, weights, shape, state, batch, tickets, y)
+    call = _Call(m, z, gates, weights, shape, state, batch, y)
+    if tokens and call.is_short and call.most_rows * (shape.key_heads + 1) <= len(tickets):
+        _rows(ops, call, tickets)
     elif tokens:
         with ops.scope():
-            _prompt(ops, inputs, weights, shape, state, batch, y)
+            _prompt(ops, call)
     return y
 
 
-def _rows(
-    ops: Launcher,
-    inputs: tuple[DeviceArray, DeviceArray, DeviceArray],
-    weights: Parts,
-    shape: DeltaShape,
-    state: State,
-    batch: Batch,
-    tickets: DeviceArray,
-    y: DeviceArray,
-) -> None:
-    tokens, heads, dim = len(y), shape.value_heads, shape.dim
+def _rows(ops: Launcher, call: _Call, tickets: DeviceArray) -> None:
+    weights, shape, state, batch = call.weights, call.shape, call.state, call.batch
     (history, matrix), logs = state.values, state.log
     members = np.bincount(shape.key_head_of, minlength=shape.key_heads).astype(np.int32)
     key_heads = ops.constant(np.asarray(shape.key_head_of, np.int32)), ops.constant(members)
-    kept = 0 if batch.kept is None else batch.kept.ptr
-    flags = int(shape.gate == "sigmoid"), int(batch.is_provisional)
-    sizes = tokens, shape.key_heads, heads, shape.kernel, int(tap_kind(weights.conv1d)), *flags
-    ops.kernel(ROW[dim])(
-        (heads, min(tokens, state.slots)),
-        4 * dim,
+    heads = shape.key_heads, shape.value_heads
+    sizes = call.tokens, *heads, shape.kernel, call.tap_kind, call.is_sigmoid, call.is_provisional
+    ops.kernel(ROW[shape.dim])(
+        (shape.value_heads, call.most_rows),
+        4 * shape.dim,
         (
-            *_pointers(*inputs, weights.conv1d, weights.a, weights.dt, weights.norm, *key_heads),
-            *_pointers(history, matrix, *logs, state.logged, batch.slots, batch.positions),
-            *(kept, tickets.ptr, y.ptr),
+            *_pointers(call.m, call.z, call.gates, weights.conv1d, weights.a, weights.dt),
+            *_pointers(weights.norm, *key_heads, history, matrix, *logs, state.logged),
+            *_pointers(batch.slots, batch.positions),
+            *(call.kept, tickets.ptr, call.y.ptr),
             *map(np.int32, sizes),
             np.float32(shape.eps),
         ),
     )
 
 
-def _prompt(
-    ops: Launcher,
-    inputs: tuple[DeviceArray, DeviceArray, DeviceArray],
-    weights: Parts,
-    shape: DeltaShape,
-    state: State,
-    batch: Batch,
-    y: DeviceArray,
+def _prompt(ops: Launcher, call: _Call) -> None:
+    channels, slots = call.shape.channels, call.state.slots
+    c, o = ops.scratch(call.m.shape), ops.scratch(call.y.shape)
+    c_log = ops.scratch((slots, MAX_PROVISIONAL, channels))
+    stands = ops.scratch((slots,), np.int32)
+    _convolve(ops, call, c, c_log, stands)
+    _step(ops, call, (c, c_log), stands, o)
+    _end(ops, call, o, stands)
+
+
+def _convolve(
+    ops: Launcher, call: _Call, c: DeviceArray, c_log: DeviceArray, stands: DeviceArray
 ) -> None:
-    m, z, gates = inputs
-    tokens, heads, dim = len(m), shape.value_heads, shape.dim
-    (history, matrix), (m_log, b_log, a_log) = state.values, state.log
-    c = ops.scratch(m.shape)
-    c_log = ops.scratch((state.slots, MAX_PROVISIONAL, shape.channels))
-    stands, o = ops.scratch((state.slots,), np.int32), ops.scratch(y.shape)
-    slots, logged = batch.slots, state.logged
-    kept = 0 if batch.kept is None else batch.kept.ptr
-    sizes = tokens, shape.key_heads, heads
-    is_provisional, eps = np.int32(batch.is_provisional), np.float32(shape.eps)
-    ops.kernel(CONV[dim])(
-        (2 * shape.key_heads + heads, -(-tokens // CONVOLVED)),
-        dim,
+    shape, state, batch = call.shape, call.state, call.batch
+    before = call.m, call.weights.conv1d, state.values[0], state.log[0], state.logged
+    heads = shape.key_heads, shape.value_heads
+    ops.kernel(CONV[shape.dim])(
+        (2 * shape.key_heads + shape.value_heads, -(-call.tokens // CONVOLVED)),
+        shape.dim,
         (
-            *_pointers(m, weights.conv1d, history, m_log, logged, slots, batch.positions),
-            *(kept, *_pointers(c, c_log, stands)),
-            *map(np.int32, (*sizes, shape.kernel)),
-            *(tap_kind(weights.conv1d), eps),
+            *_pointers(*before, batch.slots, batch.positions),
+            *(call.kept, *_pointers(c, c_log, stands)),
+            *map(np.int32, (call.tokens, *heads, shape.kernel, call.tap_kind)),
+            np.float32(shape.eps),
         ),
     )
+
+
+def _step(
+    ops: Launcher,
+    call: _Call,
+    convolved: tuple[DeviceArray, DeviceArray],
+    stands: DeviceArray,
+    o: DeviceArray,
+) -> None:
+    shape, weights = call.shape, call.weights
     key_head_of = ops.constant(np.asarray(shape.key_head_of, np.int32))
-    rows = min(tokens, state.slots)
-    blocks = heads * dim // COLUMNS
-    ops.kernel(STEP[dim])(
-        (blocks, rows),
+    blocks = shape.value_heads * shape.dim // COLUMNS
+    logs, gates = call.state.log[1:], (weights.a, weights.dt, key_head_of)
+    long_rows = max(1, call.batch.long_rows)  # short ones are done in no time
+    ops.kernel(STEP[shape.dim])(
+        (blocks, call.most_rows),
         128,
         (
-            *_pointers(c, c_log, gates, b_log, a_log, weights.a, weights.dt, key_head_of),
-            *_pointers(matrix, stands, slots, o),
-            *map(np.int32, sizes),
-            is_provisional,
+            *_pointers(*convolved, call.gates, *logs, *gates),
+            *_pointers(call.state.values[1], stands, call.batch.slots, o),
+            *map(np.int32, (call.tokens, shape.key_heads, shape.value_heads, call.is_provisional)),
         ),
-        shared=spread(ops, blocks, _step_bytes(dim)),
+        shared=spread(ops, blocks * long_rows, _step_bytes(shape.dim)),
     )
-    norms = -(-tokens * heads // 4)
-    ops.kernel(END[dim])(
-        (norms + rows * -(-shape.channels // 128),),
+
+
+def _end(ops: Launcher, call: _Call, o: DeviceArray, stands: DeviceArray) -> None:
+    shape, state = call.shape, call.state
+    norms = -(-call.tokens * shape.value_heads // 4)
+    heads = shape.key_heads, shape.value_heads
+    ops.kernel(END[shape.dim])(
+        (norms + call.most_rows * -(-shape.channels // 128),),
         128,
         (
-            *_pointers(o, weights.norm, z, y, m, gates, history, m_log, b_log, a_log),
-            *_pointers(logged, stands, slots),
-            *map(np.int32, (*sizes, shape.kernel, shape.gate == "sigmoid")),
-            *(eps, np.int32(norms), is_provisional),
+            *_pointers(o, call.weights.norm, call.z, call.y, call.m, call.gates, state.values[0]),
+            *_pointers(*state.log, state.logged, stands, call.batch.slots),
+            *map(np.int32, (call.tokens, *heads, shape.kernel, call.is_sigmoid)),
+            *(np.float32(shape.eps), np.int32(norms), np.int32(call.is_provisional)),
         ),
     )
 

@@ -15,7 +15,7 @@ from voltapile.kernels.cuda.expert_table import ExpertTable, Shared, places_of
 from voltapile.kernels.cuda.file_table import FileTable, RowReader
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
-from voltapile.kernels.cuda.states import State
+from voltapile.kernels.cuda.states import Porter, State, state_bytes
 from voltapile.kernels.families import (
     DeltaShape,
     DeltaWeights,
@@ -30,10 +30,11 @@ from voltapile.kernels.ops import Batch, Weight
 
 
 class Host(RowReader, Protocol):
-    """What the methods below need. tickets: uint32 [experts.TICKETS], zeros. prompt_policy: of
-    products with rows that rows_alone leaves."""
+    """What the methods below need. tickets: uint32 [experts.TICKETS], zeros. porter: of states.
+    prompt_policy: of products with rows that rows_alone leaves."""
 
     tickets: DeviceArray
+    porter: Porter
 
     @property
     def prompt_policy(self) -> Policy: ...
@@ -50,9 +51,8 @@ class Host(RowReader, Protocol):
     def table(self, values: np.ndarray) -> DeviceArray:
         """Some host values on the device, for ever."""
 
-    def upload(self, target: DeviceArray, values: np.ndarray) -> None: ...
-
-    def to_host(self, x: DeviceArray) -> np.ndarray: ...
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Page-locked host memory at the same address for kernels, as long as these Ops live."""
 
 
 class CudaFamilies:
@@ -235,22 +235,17 @@ class CudaFamilies:
 
     # --- states -------------------------------------------------------------------------------
     def state_bytes(self: Host, state: State) -> int:
-        return sum(array.nbytes for array in state.slot_arrays(0))
+        return state_bytes(state)
+
+    def checkpoint_memory(self: Host, states: Sequence[State], count: int) -> np.ndarray:
+        self.porter.pack(states)
+        return self.pinned(count * sum(map(state_bytes, states))).reshape(count, -1)
 
     def save_states(self: Host, states: Sequence[State], slot: int, target: np.ndarray) -> None:
-        at = 0
-        for state in states:
-            for array in state.slot_arrays(slot):
-                target[at : at + array.nbytes] = self.to_host(array).reshape(-1).view(np.uint8)
-                at += array.nbytes
+        self.porter.save(states, slot, target)
 
     def restore_states(self: Host, states: Sequence[State], slot: int, source: np.ndarray) -> None:
-        at = 0
-        for state in states:
-            for array in state.slot_arrays(slot):
-                values = np.ascontiguousarray(source[at : at + array.nbytes]).view(array.dtype)
-                self.upload(array, values.reshape(array.shape))
-                at += array.nbytes
+        self.porter.restore(states, slot, source)
 
 
 def _stream_prompt(

@@ -14,6 +14,7 @@ from voltapile.kernels.cuda.file_table import NUMBER, ROWS, Checked, FileTable, 
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
 from voltapile.kernels.cuda.ops import SLACK, CudaOps
+from voltapile.kernels.cuda.states import Porter
 from voltapile.kernels.ops import Arrival, Weight
 from voltapile.shm.formats import row_bytes
 
@@ -24,6 +25,7 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.tickets = self.zeros((TICKETS,), np.uint32)
+        self.porter, self._pinned = Porter(self), list[Pinned]()
         self._stages: list[Stage] = []
 
     def table(self, values: np.ndarray) -> DeviceArray:
@@ -51,6 +53,10 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
     def fetch(self, arrays: Sequence[DeviceArray]) -> Arrival:
         arrival = super().fetch(arrays)
         return Checked(arrival, self._stages) if self._stages else arrival
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        self._pinned.append(Pinned(nbytes))
+        return self._pinned[-1].bytes
 
     @property
     def prompt_policy(self) -> Policy:

@@ -25,11 +25,12 @@ def _instances() -> list[Instance]:
         rows,
         sampling,
         sparse,
+        states,
         streams,
     )
 
     dense = rows, sampling, dummy, matmul, attention, heads, group
-    modules = *dense, experts, delta, streams, mixes, plain, sparse
+    modules = *dense, experts, delta, states, streams, mixes, plain, sparse
     found = [instance for module in modules for instance in module.INSTANCES]
     assert len(set(found)) == len(found), "an instance is listed twice"
     return found

@@ -50,6 +50,9 @@ class ReferenceStates:
     def state_bytes(self, state: State) -> int:
         return sum(array.nbytes for array in state.slot_arrays(0))
 
+    def checkpoint_memory(self, states: Sequence[State], count: int) -> np.ndarray:
+        return np.zeros((count, sum(map(self.state_bytes, states))), np.uint8)
+
     def save_states(self, states: Sequence[State], slot: int, target: np.ndarray) -> None:
         arrays = [array for state in states for array in state.slot_arrays(slot)]
         target[...] = np.concatenate([array.view(np.uint8).reshape(-1) for array in arrays])

@@ -92,3 +92,17 @@ def test_rows_that_go_on_are_sent_once(
     buffer.fill_all_outputs(0, np.zeros(3, np.int32), 0)
     assert buffer.fill(going, 1, 4).slots.tolist() == [1, 3, 4]
     assert len(sent) == 12
+
+
+def test_long_rows_are_counted(buffer: BatchBuffer) -> None:
+    """A short row behind a long one counts it among what is generated, and yet it is long."""
+
+    def row(slot: int, count: int) -> Row:
+        return Row(slot=slot, tokens=np.zeros(count, np.int32))
+
+    batch = buffer.fill([row(0, 9), row(1, 3)])
+    assert (batch.generated, batch.long_rows) == (12, 1)
+    assert buffer.fill([row(0, 8), row(1, 1)]).long_rows == 0
+    assert buffer.fill([row(0, 11)]).long_rows == 1
+    assert buffer.fill([Row(slot=1)], 3, 3).long_rows == 0
+    assert buffer.fill_all_outputs(0, np.zeros(9, np.int32), 0).long_rows == 1

@@ -10,6 +10,8 @@
 namespace voltapile {
 
 using Own = Token<DIM>;
+constexpr int BLOCK_WARPS = DIM / 8;
+constexpr int TURNS = (BATCH + BLOCK_WARPS - 1) / BLOCK_WARPS;  // in which warps end a head a token
 
 struct Shared {
   Own tokens[BATCH];
@@ -141,13 +143,16 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
   const float* row = m + static_cast<long long>(first) * channels + own;
   const float next = kind_of_head < 3 ? row[0] : 0.0f;
   const long long place = static_cast<long long>(first) * value_heads + head;
-  const long long ended = (place + warp * value_heads) * DIM + lane;  // by this warp
+  const long long ended = (place + warp * value_heads) * DIM + lane;  // by this warp, first of all
+  const long long turn_apart = static_cast<long long>(BLOCK_WARPS) * value_heads * DIM;
   const bool has_token = threadIdx.x < length;
   const float* own_gates = b_and_a + 2 * (place - head + threadIdx.x * value_heads) + head;
   const float own_b = has_token ? own_gates[0] : 0.0f;
   const float own_a = has_token ? own_gates[value_heads] : 0.0f;
-  float gates[PER_LANE], past[PAST];
-  if (warp < length) read_head(z + ended, gates);
+  float gates[TURNS][PER_LANE], past[PAST];
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn)
+    if (turn * BLOCK_WARPS + warp < length) read_head(z + ended + turn * turn_apart, gates[turn]);
   if (is_provisional) {
     s.write(matrix, column, part);
 #pragma unroll
@@ -171,7 +176,11 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
   }
   if (asks) sh.is_last_of_key = is_last_of_key, sh.is_last_of_row = is_last_of_row;
   __syncthreads();
-  if (warp < length) end_head(sh.o[warp] + lane, norm + lane, gates, y + ended, is_sigmoid, eps);
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn)
+    if (const int i = turn * BLOCK_WARPS + warp; i < length)
+      end_head(sh.o[i] + lane, norm + lane, gates[turn], y + ended + turn * turn_apart, is_sigmoid,
+               eps);
   if (!is_provisional) {
     s.write(matrix, column, part);
 #pragma unroll

@@ -11,6 +11,7 @@ from voltapile.kernels.cuda import experts, matmul
 from voltapile.kernels.cuda.families import CudaFamilies
 from voltapile.kernels.cuda.file_table import NUMBER, FileTable, Stage
 from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.cuda.states import Porter
 from voltapile.shm.formats import row_bytes
 
 from .emulation import EmulatedOps
@@ -27,6 +28,13 @@ class EmulatedFamilies(CudaFamilies, EmulatedOps):
     @functools.cached_property
     def tickets(self) -> DeviceArray:
         return self.zeros((experts.TICKETS,), np.uint32)
+
+    @functools.cached_property
+    def porter(self) -> Porter:
+        return Porter(self)
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return np.zeros(nbytes, np.uint8)
 
     def rows_alone(self, x: DeviceArray) -> int | None:
         return self.alone

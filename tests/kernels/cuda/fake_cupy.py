@@ -42,14 +42,17 @@ class CUBLASError(Failure):
 class Gpu:
     """The one GPU. requests: what asked for memory so far."""
 
+    """log: what was submitted, and where: see test_states.py."""
+
     def __init__(self, total: int = 64 << 30, refused: int = -1, copies: bool = False) -> None:
+        self.log: list[tuple[Any, ...]] = []
         self.total, self.refused, self.copies = total, refused, copies
         self.used: dict[int, int] = {}
         self.host: dict[int, Any] = {}
         self.registered: list[int] = []  # host memory that others have made
         self.requests: list[str] = []
         self.launches: list[str] = []
-        self.replays = 0
+        self.replays = self.streams = 0
         self._next = 1 << 40
 
     @property
@@ -83,26 +86,14 @@ class Gpu:
     def register(self, address: int, nbytes: int, flags: int) -> None:
         self.registered.append(address)
 
-    def copy(self, target: int, source: int, nbytes: int, *_: Any) -> None:
+    def copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        self.log.append(("copy", stream, kind, nbytes))
         if self.copies:
             ctypes.memmove(target, source, nbytes)
 
     def properties(self, number: int) -> dict[str, Any]:
         facts = {"name": b"A card", "major": 7, "minor": 0, "multiProcessorCount": 80}
         return {**facts, "totalGlobalMem": self.total}
-
-
-class Event:
-    ptr, done = 0, True
-
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 class Function:
@@ -113,6 +104,7 @@ class Function:
 
     def __call__(self, *args: Any, **options: Any) -> None:
         self._gpu.launches.append(self._name)
+        self._gpu.log.append(("launch", options["stream"].ptr, self._name))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
@@ -125,12 +117,30 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         pointerGetAttributes=lambda address: SimpleNamespace(devicePointer=address),
     )  # fmt: skip
 
-    class Stream:
-        ptr = 0
-        begin_capture = wait_event = synchronize = staticmethod(_nothing)
+    class Event:
+        ptr, done = 0, True
 
         def __init__(self, **options: Any) -> None:
             pass
+
+        def record(self, stream: Any) -> None:
+            gpu.log.append(("record", stream.ptr, self))
+
+        def synchronize(self) -> None:
+            gpu.log.append(("host waits", self))
+
+    class Stream:
+        begin_capture = staticmethod(_nothing)
+
+        def __init__(self, **options: Any) -> None:
+            gpu.streams += 1
+            self.ptr = gpu.streams
+
+        def wait_event(self, event: Any) -> None:
+            gpu.log.append(("wait", self.ptr, event))
+
+        def synchronize(self) -> None:
+            gpu.log.append(("host waits", self))
 
         def __enter__(self) -> None:
             pass

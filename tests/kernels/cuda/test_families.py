@@ -273,8 +273,8 @@ def steps(slots: int) -> list[Batch]:
 
 def compare_states(ops: Any, mine: Any, theirs: Any, slots: int) -> None:
     """Both sides save and restore to the same; what they hold is told by what follows."""
-    saved = np.zeros(ops.state_bytes(mine), np.uint8)
-    assert ops.state_bytes(mine) == REF.state_bytes(theirs)
+    [saved] = ops.checkpoint_memory([mine], 1)
+    assert 0 <= saved.nbytes - REF.state_bytes(theirs) < 16 * len(mine.slot_arrays(0))
     for slot in range(slots):
         ops.save_states([mine], slot, saved)
         before = [ops.to_host(each) for each in mine.slot_arrays(slot)]
