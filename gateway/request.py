@@ -77,6 +77,7 @@ class Request:
     ahead: int = 0  # sampling rows in flight
     state: State = State.WAITING
     slot: int = -1
+    last_slot: int = -1  # the one that it has, or had
     is_new: bool = True  # its slot has not been told the sampling parameters yet
     is_prefilling: bool = True  # its slot has not sampled yet, so its rows carry tokens
     crashes: int = 0  # weight of the losses of the worker that it may have caused
@@ -110,6 +111,11 @@ class Request:
             return self.mask is not None and not self.ahead
         limit = self.limit
         return limit is None or not self.ahead or not limit.is_due(self.total - len(self.prompt))
+
+    def enter(self, slot: int) -> None:
+        """It is computed there from now on."""
+        self.state = State.RUNNING
+        self.slot = self.last_slot = slot
 
     def bind(self, guide: Guide | None, limit: ThoughtLimit | None) -> None:
         """What its tokens must keep to."""
@@ -171,5 +177,5 @@ def limited(prompt: list[int], sampling: Sampling, context: int) -> Sampling:
     if last <= len(prompt):
         raise Refused("at least one token must be asked for", param="max_tokens")
     if len(sampling.stop_ids) > MAX_STOP_IDS:
-        raise Refused(f"more than {MAX_STOP_IDS} stop tokens", param="stop")
+        raise Refused(f"more than {MAX_STOP_IDS} stop tokens", param="stop_token_ids")
     return msgspec.structs.replace(sampling, max_position=last, prompt_tokens=len(prompt))

@@ -54,7 +54,7 @@ class Splitter:
         self.has_calls = self.is_over = False
         self.is_reasoning = is_reasoning and reasoning is not None
         self._call: CallParser | None = None
-        self._buffer = ""
+        self._buffer = self._opener = ""
         self._is_first = True  # no content yet
         self._is_fresh = self.is_reasoning  # right behind a marker of reasoning: space is dropped
 
@@ -70,8 +70,10 @@ class Splitter:
         split = Split()
         if self.is_over:
             return split
-        if self._call is not None:
+        while self._call is not None:
             self._take(self._call.end(is_cut), split)
+            while not self.is_over and self._step(split):
+                pass
         text, self._buffer = self._buffer, ""
         if self.is_reasoning:
             split.reasoning += text.rstrip()
@@ -131,7 +133,7 @@ class Splitter:
         return openers
 
     def _open(self, marker: str, rest: str) -> None:
-        self._buffer = rest
+        self._buffer, self._opener = rest, marker
         if self._markers is not None and marker == self._markers.open:
             self.is_reasoning = self._is_fresh = True
         else:
@@ -140,16 +142,23 @@ class Splitter:
     def _take(self, parsed: Parsed, split: Split) -> bool:
         split.calls += parsed.fragments
         self.has_calls |= bool(parsed.fragments)
-        if parsed.text:
-            split.content += parsed.text
-            self._is_first = False
         if parsed.rest is None:
             return False
         self._call, self._buffer = None, parsed.rest
         self.is_over = self.has_calls and not self._many
-        # Space between calls is no content.
-        self._is_fresh = not parsed.text
+        if parsed.is_none:
+            self._speak_on(parsed, split)
+        else:
+            self._is_fresh = True  # space between calls is no content
         return True
+
+    def _speak_on(self, parsed: Parsed, split: Split) -> None:
+        """It was no call: a real one may stand in the text behind the marker."""
+        shown = "" if self._opener in self._dialect.marks else self._opener
+        split.content += shown
+        self._is_first &= not (shown or parsed.text)
+        self._is_fresh = self._is_first
+        self._buffer = parsed.text + self._buffer
 
     def _drop_space(self) -> None:
         if self._is_fresh:

@@ -11,6 +11,8 @@ from typing import Any
 
 Message = dict[str, Any]
 
+_THOUGHTS = "reasoning_content"
+
 
 def in_turns(
     messages: Sequence[Message], takes_late_system: bool, takes_neighbours: bool
@@ -44,12 +46,20 @@ def _are_one(last: Mapping[str, Any], message: Message) -> bool:
 
 
 def _joined(first: Message, second: Message) -> Message:
+    """What the second has and the first has not stays, too."""
     one, two = first.get("content"), second.get("content")
     if isinstance(one, list) or isinstance(two, list):
         content: Any = _parts(one) + _parts(two)
     else:
-        content = "\n\n".join(text for text in (one, two) if text)
-    return {**first, "content": content}
+        content = _texts(one, two)
+    joined = {**second, **first, "content": content}
+    if thoughts := _texts(first.get(_THOUGHTS), second.get(_THOUGHTS)):
+        joined[_THOUGHTS] = thoughts
+    return joined
+
+
+def _texts(*given: Any) -> str:
+    return "\n\n".join(text for text in given if text)
 
 
 def _parts(content: Any) -> list[Any]:

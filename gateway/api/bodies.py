@@ -16,6 +16,7 @@ from voltapile.workers.protocol import MAX_LOGPROBS
 Count = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+TokenId = Annotated[int, Meta(ge=0)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Limit = Annotated[
     int, Meta(ge=-1, description="Most tokens of the answer; -1: until the context's end.")
@@ -57,6 +58,7 @@ class StructuredOutputs(Struct):
     regex: Some = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
     grammar: Some = None
+    json_object: bool | None = None
 
 
 class StreamOptions(Struct):
@@ -89,6 +91,7 @@ class Generating(Sampled, kw_only=True):
     n_predict: Limit | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     stop_sequences: list[Stop] | None = None
+    stop_token_ids: list[TokenId] | None = None
     samplers: Annotated[list[str] | str, Meta(description="in an order that is obeyed")] | None = (
         None
     )
@@ -193,11 +196,16 @@ class MessagesBody(Sampled, kw_only=True):
 
 
 class TokenizeBody(Struct):
-    content: str
+    """One of the first three: llama-server's text, or vLLM's text or chat."""
+
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: Annotated[bool, Meta(description="beside prompt")] | None = None
     add_special: bool | None = None
     parse_special: bool | None = None
     with_pieces: bool | None = None
 
 
 class DetokenizeBody(Struct):
-    tokens: list[Annotated[int, Meta(ge=0)]]
+    tokens: list[TokenId]

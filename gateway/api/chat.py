@@ -10,7 +10,7 @@ from aiohttp import web
 from voltapile.gateway.api.answer import answer
 from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.generate import Delta, Outcome, started
-from voltapile.gateway.api.logprobs import chat_logprobs
+from voltapile.gateway.api.logprobs import NO_LOGPROBS, chat_logprobs
 from voltapile.gateway.api.prompt import conversation
 from voltapile.gateway.api.schema import chat_request
 from voltapile.gateway.api.services import SERVICES, client_of, off_loop, read_body
@@ -34,8 +34,9 @@ class ChatShape:
             message["reasoning_content"] = outcome.reasoning
         if calls:
             message |= {"content": outcome.text or None, "tool_calls": calls}
-        choice = {"index": outcome.index, "message": message, "finish_reason": outcome.finish}
-        return choice if outcome.logprobs is None else choice | chat_logprobs(outcome.logprobs)
+        told = chat_logprobs(outcome.logprobs) if outcome.logprobs is not None else NO_LOGPROBS
+        head = {"index": outcome.index, "message": message, "finish_reason": outcome.finish}
+        return head | told
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
         """The role comes with the first token, so that the first event is the first token's."""

@@ -10,7 +10,7 @@ from voltapile.gateway.api.answer import answer
 from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.echo import Echo
 from voltapile.gateway.api.generate import Delta, Outcome, started
-from voltapile.gateway.api.logprobs import completion_logprobs
+from voltapile.gateway.api.logprobs import NO_LOGPROBS, completion_logprobs
 from voltapile.gateway.api.prompt import completion_prompts
 from voltapile.gateway.api.schema import completion_request
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
@@ -22,10 +22,10 @@ class CompletionShape:
     chunk_object = "text_completion"
 
     def choice(self, outcome: Outcome) -> dict[str, Any]:
-        choice = _choice(outcome.index, outcome.text, outcome.finish)
-        return (
-            choice if outcome.logprobs is None else choice | completion_logprobs(outcome.logprobs)
-        )
+        told = NO_LOGPROBS
+        if outcome.logprobs is not None:
+            told = completion_logprobs(outcome.logprobs)
+        return _choice(outcome.index, outcome.text, outcome.finish) | told
 
     def events(self, delta: Delta) -> list[dict[str, Any]]:
         choice = _choice(delta.index, delta.text, delta.finish or None)

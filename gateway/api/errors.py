@@ -28,6 +28,17 @@ ANTHROPIC_KINDS = {
     503: "overloaded_error",
 }
 
+# Beginnings of paths that other servers have, and why they are not here.
+NOT_HERE = {
+    **dict.fromkeys(
+        ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking", "/v2/rerank", "/score",
+         "/v1/score"),
+        "no model that can be served here ranks documents",
+    ),
+    "/slots/": "slots are not saved, restored nor erased: what was computed is found by content",
+    "/lora-adapters": "adapters (LoRA) are not supported",
+}  # fmt: skip
+
 CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 
 
@@ -125,11 +136,18 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except Exception as error:
         answer = from_exception(error)
         if isinstance(error, web.HTTPNotFound):
-            path = f"unknown path {request.path:.200}: /openapi.json has all"
-            answer = ApiError(404, path, code="not_found")
-        if answer.status >= 500:
+            answer = _not_found(request.path)
+        if answer.status >= 500 and answer.status != 501:
             log.warning("%s %s: %d %s", request.method, request.path, answer.status, answer)
         return answer.response(request.path)
+
+
+def _not_found(path: str) -> ApiError:
+    """What another server would have there is told apart from what is only written wrong."""
+    for other, why in NOT_HERE.items():
+        if path == other or (other.endswith("/") and path.startswith(other)):
+            return ApiError(501, why, kind="not_supported_error", code="not_supported")
+    return ApiError(404, f"unknown path {path:.200}: /openapi.json has all", code="not_found")
 
 
 def _from_http(error: web.HTTPException) -> ApiError:

@@ -100,6 +100,23 @@ class Fields:
         return bad_request(f"'{path}' must be {wanted}, not {kind(value)}", path, "invalid_type")
 
 
+def token_ids(value: list[Any], param: str, vocab_size: int) -> list[int]:
+    """`value` as token ids. Raises a 400 that names the first item that is none."""
+    for i, token in enumerate(value):
+        token_id(token, f"{param}[{i}]", vocab_size)
+    return value
+
+
+def token_id(token: Any, param: str, vocab_size: int) -> int:
+    if isinstance(token, bool) or not isinstance(token, int):
+        message = f"'{param}' must be a token id, not {kind(token)}"
+        raise bad_request(message, param, "invalid_type")
+    if not 0 <= token < vocab_size:
+        message = f"'{param}' is {token}, but token ids go from 0 to {vocab_size - 1}"
+        raise bad_request(message, param, "invalid_token")
+    return token
+
+
 def kind(value: Any) -> str:
     """What a client would call the type of `value`."""
     if value is None:

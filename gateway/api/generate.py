@@ -78,7 +78,6 @@ class Generation:
         self.completion_tokens = 0  # the end-of-generation token counts
         self.finish = ""
         self.hidden: np.ndarray | None = None  # where it is wanted, with the first token
-        self._slot = -1
         self._services = services
         self.options = options
         self._splitter = reading.splitter() if reading else None
@@ -170,9 +169,7 @@ class Generation:
     @property
     def slot(self) -> int:
         """Where it is computed, or was; -1 while it waits."""
-        if self._stream.request.slot >= 0:
-            self._slot = self._stream.request.slot
-        return self._slot
+        return self._stream.request.last_slot
 
     @property
     def is_waiting(self) -> bool:
@@ -274,7 +271,6 @@ class Generation:
 
     def _begin(self) -> None:
         self._begun, self._first = True, self._last
-        self._slot = self._stream.request.slot
         self._services.metrics.first_token(self._first - self._start)
 
 
@@ -337,7 +333,9 @@ def _one_by_one(chunk: Chunk) -> list[Chunk]:
 def _sampling(services: Services, prompt: list[int], options: Options, repeat: int) -> Sampling:
     """repeat: which of the n choices of its prompt this is."""
     room = services.plan.context - len(prompt)
-    ends = sorted(services.tokenizer.eog_ids)
+    # A grammar that is complete lets nothing but the end come.
+    is_endless = options.ignore_eos and not options.constraint
+    ends = frozenset() if is_endless else services.tokenizer.eog_ids
     tokens = room if options.max_tokens is None else min(max(options.max_tokens, 1), room)
     return Sampling(
         temperature=options.temperature,
@@ -350,8 +348,7 @@ def _sampling(services: Services, prompt: list[int], options: Options, repeat: i
         penalty_window=options.penalty_window,
         logit_bias=options.logit_bias,
         seed=(options.seed + repeat) % 2**64,
-        # A grammar that is complete lets nothing but the end come.
-        stop_ids=[] if options.ignore_eos and not options.constraint else ends,
+        stop_ids=sorted(ends.union(options.stop_ids)),
         max_position=len(prompt) + tokens,
     )
 

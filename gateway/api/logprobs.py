@@ -9,6 +9,8 @@ from typing import Any
 
 from voltapile.gateway.api.echo import TokenLogprob
 
+NO_LOGPROBS: dict[str, Any] = {"logprobs": None}  # some clients insist on the key
+
 
 def chat_logprobs(entries: list[TokenLogprob]) -> dict[str, Any]:
     """{"logprobs": {"content": [...]}}; half a character shows as U+FFFD, its bytes tell all."""

@@ -27,15 +27,24 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 def _model(services: Services) -> dict[str, Any]:
+    """OpenAI's fields, Anthropic's, vLLM's (root to max_model_len) and llama-server's (meta)."""
+    plan = services.plan
     made = datetime.fromtimestamp(services.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
-        "id": services.plan.alias,
+        "id": plan.alias,
         "object": "model",
         "type": "model",
-        "display_name": services.plan.alias,
+        "display_name": plan.alias,
         "created_at": made,
-        "max_input_tokens": services.plan.context - 1,
+        "max_input_tokens": plan.context - 1,
         "created": services.started,
         "owned_by": "voltapile",
-        "meta": {"n_ctx": services.plan.context, "n_vocab": services.tokenizer.vocab_size},
+        "root": plan.alias,
+        "parent": None,
+        "max_model_len": plan.context,
+        "meta": {
+            "n_ctx": plan.context,
+            "n_vocab": services.tokenizer.vocab_size,
+            "size": sum(each.bytes for each in plan.tensors.values()),
+        },
     }

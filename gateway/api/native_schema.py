@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from voltapile.gateway.api.errors import bad_request
-from voltapile.gateway.api.fields import Fields, kind
+from voltapile.gateway.api.fields import Fields, kind, token_id
 from voltapile.gateway.api.options import NO_DEFAULTS, UNLIMITED, Defaults, Options, read_options
-from voltapile.gateway.api.schema import MAX_PROMPTS, token_id
+from voltapile.gateway.api.schema import MAX_PROMPTS
 from voltapile.workers.protocol import MAX_LOGPROBS
 
 Prompt = list[str | int]  # texts and token ids, one after the other

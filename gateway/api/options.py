@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from voltapile.gateway.api.errors import bad_request
-from voltapile.gateway.api.fields import Fields, kind
+from voltapile.gateway.api.fields import Fields, kind, token_ids
 from voltapile.gateway.api.samplers import obeyed
 from voltapile.gateway.api.structured import Constraint, constraint
 from voltapile.workers.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS
@@ -40,14 +40,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
     "top_n_sigma": (-1, 0),
     "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "chat_template": (),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
 }
 
@@ -71,6 +75,7 @@ class Options:
     n: int = 1
     logprobs: int = -1
     stop: list[str] = field(default_factory=list)
+    stop_ids: list[int] = field(default_factory=list)  # beside those that always end an answer
     ignore_eos: bool = False
     constraint: Constraint | None = None
     thought_tokens: int = -1  # of reasoning, most; -1: any number
@@ -111,6 +116,7 @@ def read_options(
         n=_choices(fields),
         logprobs=logprobs,
         stop=_stops(fields),
+        stop_ids=_stop_ids(fields, vocab_size),
         ignore_eos=fields.flag("ignore_eos"),
         constraint=constraint(fields),
         thought_tokens=thought_tokens(fields),
@@ -292,3 +298,11 @@ def _stops(fields: Fields) -> list[str]:
         message = f"each string of '{name}' must have 1 to {MAX_STOP_LENGTH} characters"
         raise bad_request(message, name, "out_of_range")
     return stops
+
+
+def _stop_ids(fields: Fields, vocab_size: int) -> list[int]:
+    """vLLM's stop_token_ids."""
+    name = "stop_token_ids"
+    if fields.values.get(name) is None:
+        return []
+    return token_ids(fields.list(name), name, vocab_size)

@@ -41,7 +41,7 @@ async def props(request: web.Request) -> web.Response:
 async def slots(request: web.Request) -> web.Response:
     """fail_on_no_slot=1: 503 when all are taken."""
     services = request.app[SERVICES]
-    taken = {each.slot: each for each in services.live if each.slot >= 0}
+    taken = {each.slot: each for each in services.live if not each.is_waiting}
     if request.query.get("fail_on_no_slot") and len(taken) >= services.plan.slots:
         message = "no slot available"
         raise ApiError(503, message, kind="service_unavailable", code="unavailable")
@@ -53,7 +53,8 @@ async def apply_template(request: web.Request) -> web.Response:
     """{"messages", ...} as for a chat -> {"prompt"}."""
     services = request.app[SERVICES]
     body = await read_body(request)
-    chat = await off_loop(len(body), chat_request, body, services.tokenizer.vocab_size)
+    known = services.tokenizer.vocab_size, services.defaults
+    chat = await off_loop(len(body), chat_request, body, *known)
     return json_response({"prompt": await rendered(services, chat)})
 
 
@@ -98,7 +99,7 @@ def _default_settings(services: Services) -> dict[str, Any]:
     )
     settings = generation_settings(sampling, None, 0)
     told = {"seed": defaults.get("seed", -1), "max_tokens": -1, "n_predict": -1}
-    return settings | told | {"ignore_eos": False}
+    return settings | told
 
 
 def _text(services: Services, token: int | None) -> str:

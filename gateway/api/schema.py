@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from voltapile.gateway.api.errors import bad_request
-from voltapile.gateway.api.fields import Fields, kind
+from voltapile.gateway.api.fields import Fields, kind, token_ids
 from voltapile.gateway.api.options import (
     NO_DEFAULTS,
     UNLIMITED,
@@ -103,37 +103,25 @@ def _check_ignored(fields: Fields) -> None:
     fields.object("metadata")
 
 
-def token_ids(value: list[Any], param: str, vocab_size: int) -> list[int]:
-    """`value` as token ids. Raises a 400 that names the first item that is none."""
-    for i, token in enumerate(value):
-        token_id(token, f"{param}[{i}]", vocab_size)
-    return value
-
-
-def token_id(token: Any, param: str, vocab_size: int) -> int:
-    if isinstance(token, bool) or not isinstance(token, int):
-        message = f"'{param}' must be a token id, not {kind(token)}"
-        raise bad_request(message, param, "invalid_type")
-    if not 0 <= token < vocab_size:
-        message = f"'{param}' is {token}, but token ids go from 0 to {vocab_size - 1}"
-        raise bad_request(message, param, "invalid_token")
-    return token
-
-
 def _message(message: Any, i: int) -> dict[str, Any]:
     """One chat message for the template, with everything else that the client put into it."""
+    where = f"messages[{i}]"
     if not isinstance(message, dict):
-        raise bad_request(f"'messages[{i}]' must be an object, not {kind(message)}", "messages")
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        param = f"messages[{i}].role"
-        raise bad_request(f"'{param}' must be a string, not {kind(role)}", param, "invalid_type")
-    message = checked_calls(message, f"messages[{i}]")
+        what = f"'{where}' must be an object, not {kind(message)}"
+        raise bad_request(what, where, "invalid_type")
+    fields = Fields(message, f"{where}.")
+    role = fields.text("role")
+    if not role:
+        param = f"{where}.role"
+        raise bad_request(f"'{param}' is missing", param, "missing_required_parameter")
+    for name in ("reasoning_content", "tool_call_id", "name"):
+        fields.text(name)
+    message = checked_calls(message, where)
     content = message.get("content")
     if content is None and role != "assistant":
-        param = f"messages[{i}].content"
+        param = f"{where}.content"
         raise bad_request(f"'{param}' is missing", param, "missing_required_parameter")
-    return {**message, "content": _content(content, f"messages[{i}].content")}
+    return {**message, "content": _content(content, f"{where}.content")}
 
 
 def _continued(fields: Fields, messages: list[dict[str, Any]]) -> str:

@@ -55,10 +55,11 @@ SERVICES = web.AppKey("services", Services)
 def given_key(request: web.Request) -> str | None:
     """The key of OpenAI's or Anthropic's header; "" for another scheme, None for nothing."""
     header = request.headers.get("Authorization")
-    if header is None:
-        return request.headers.get("X-Api-Key")
-    scheme, _, key = header.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    scheme, _, key = (header or "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    # Another scheme is for a proxy between us.
+    return request.headers.get("X-Api-Key", None if header is None else "")
 
 
 def client_of(request: web.Request) -> str:

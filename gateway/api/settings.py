@@ -34,7 +34,7 @@ def generation_settings(
         "stop": options.stop if options else [],
         "max_tokens": limit,
         "n_predict": limit,
-        "ignore_eos": not sampling.stop_ids,
+        "ignore_eos": bool(options and options.ignore_eos),
         "stream": bool(options and options.stream),
         "n_probs": max(0, options.logprobs) if options else 0,
         "timings_per_token": bool(options and options.timings_per_token),

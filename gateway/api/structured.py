@@ -61,25 +61,30 @@ def _response_format(fields: Fields) -> Constraint | None:
 
 
 def _llama(fields: Fields) -> list[Constraint | None]:
-    """llama-server's."""
-    schema, grammar = fields.object("json_schema").values, fields.text("grammar")
+    """llama-server's. An empty schema is one that all JSON fits."""
+    schema, grammar = fields.values.get("json_schema"), fields.text("grammar")
     return [
-        _schema(schema, "json_schema") if schema else None,
+        None if schema is None else _schema(schema, "json_schema"),
         Constraint("grammar", gbnf=grammar) if grammar else None,
     ]
 
 
 def _vllm(fields: Fields) -> list[Constraint | None]:
     """vLLM's: guided_*, and the newer structured_outputs that hold them."""
-    inner = fields.object("structured_outputs").values
+    asked = fields.object("structured_outputs")
     found: list[Constraint | None] = []
     for name in ("json", "regex", "choice", "grammar"):
         for param, value in (
             (f"guided_{name}", fields.values.get(f"guided_{name}")),
-            (f"structured_outputs.{name}", inner.get(name)),
+            (f"structured_outputs.{name}", asked.values.get(name)),
         ):
             if value is not None:
                 found.append(_guided(name, value, param))
+    if asked.flag("json_object"):
+        found.append(_schema({"type": "object"}, "structured_outputs.json_object"))
+    if asked.values.get("structural_tag") is not None:
+        param = "structured_outputs.structural_tag"
+        raise bad_request(f"'{param}' is not supported", param, "unsupported_parameter")
     return found
 
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, with llama-server's bodies."""
+"""POST /tokenize and /detokenize, with llama-server's bodies or vLLM's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from aiohttp import web
 from voltapile.gateway.api.errors import bad_request, json_response
-from voltapile.gateway.api.fields import Fields
-from voltapile.gateway.api.schema import token_ids
+from voltapile.gateway.api.fields import Fields, token_ids
+from voltapile.gateway.api.prompt import chat_prompt
+from voltapile.gateway.api.schema import chat_request
 from voltapile.gateway.api.services import SERVICES, off_loop, read_body
 from voltapile.gateway.tokenizer import Tokenizer
 
@@ -15,34 +16,45 @@ MAX_CONTENT = 4 << 20  # characters; each may be a token, and one takes 150 byte
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """{"content", "add_special": false, "parse_special": true, "with_pieces": false}"""
-    body = await read_body(request)
-    tokens = await off_loop(len(body), _tokens, request.app[SERVICES].tokenizer, body)
-    return json_response({"tokens": tokens})
+    """{"content", "add_special": false, "parse_special": true, "with_pieces": false}, or vLLM's
+    {"prompt", "add_special_tokens": true} or {"messages"}."""
+    services = request.app[SERVICES]
+    tokenizer, body = services.tokenizer, await read_body(request)
+    fields = await off_loop(len(body), Fields.parse, body)
+    if fields.values.get("messages") is not None:
+        known = tokenizer.vocab_size, services.defaults
+        chat = await off_loop(len(body), chat_request, body, *known)
+        ids = await chat_prompt(services, chat)
+    else:
+        ids = await off_loop(len(body), _ids, tokenizer, fields)
+    pieces = fields.flag("with_pieces")
+    tokens = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids] if pieces else ids
+    counts = {"count": len(ids), "max_model_len": services.plan.context}
+    return json_response({"tokens": tokens} | counts)
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """{"tokens": [ids]}; control tokens show their names."""
+    """{"tokens": [ids]}; control tokens show their names. The text comes under both names."""
     body = await read_body(request)
     content = await off_loop(len(body), _content, request.app[SERVICES].tokenizer, body)
-    return json_response({"content": content})
+    return json_response({"content": content, "prompt": content})
 
 
-def _tokens(tokenizer: Tokenizer, body: bytes) -> list[Any]:
-    fields = Fields.parse(body)
-    text = fields.text("content")
+def _ids(tokenizer: Tokenizer, fields: Fields) -> list[int]:
+    is_vllms = fields.values.get("content") is None and fields.values.get("prompt") is not None
+    name = "prompt" if is_vllms else "content"
+    text = fields.text(name)
     if text is None:
         raise bad_request("'content' is missing", "content", "missing_required_parameter")
     if len(text) > MAX_CONTENT:
-        message = f"'content' has {len(text)} characters; at most {MAX_CONTENT} at once"
-        raise bad_request(message, "content", "out_of_range")
-    with_pieces = fields.flag("with_pieces")
-    ids = tokenizer.encode(
+        message = f"'{name}' has {len(text)} characters; at most {MAX_CONTENT} at once"
+        raise bad_request(message, name, "out_of_range")
+    special = "add_special_tokens" if is_vllms else "add_special"
+    return tokenizer.encode(
         text,
-        add_special=fields.flag("add_special"),
+        add_special=fields.flag(special, default=is_vllms),
         parse_special=fields.flag("parse_special", default=True),
     )
-    return [{"id": i, "piece": _piece(tokenizer, i)} for i in ids] if with_pieces else ids
 
 
 def _content(tokenizer: Tokenizer, body: bytes) -> str:

@@ -7,9 +7,10 @@ knows texts only: no tokens, no HTTP, and nothing of how its pieces are sent.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 # No more space between the parts of an answer than a printed one has: small models never end it.
 JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
@@ -34,12 +35,17 @@ class Tool:
 
 
 class Parsed(NamedTuple):
-    """What some more text of a call gave. text: what turned out to be no call. rest: what follows
-    its end; None while it is open."""
+    """What some more text of a call gave. rest: what follows its end; None while it is open.
+    is_none: it is no call at all, and text is what stands between its marker and the rest."""
 
     fragments: list[Fragment]
     text: str = ""
     rest: str | None = None
+    is_none: bool = False
+
+
+def no_call(text: str, rest: str = "") -> Parsed:
+    return Parsed([], text, rest, True)
 
 
 class CallParser(Protocol):
@@ -54,7 +60,8 @@ class CallParser(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     """opens: texts that begin a call anywhere. firsts: those that do so only where nothing but
-    space comes before. marks: all markers, some of which a vocabulary may hide from texts.
+    space comes before. marks: all markers that no text holds, some of which a vocabulary may hide;
+    what opens and is none of them is text where no call follows.
 
     grammar: of calls of some of the tools, in llguidance's Lark; `many` if more than one may come.
     prepared: messages with tools and calls as text, for templates that know of neither.
@@ -92,7 +99,31 @@ def quoted(text: str) -> str:
 
 
 def compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return well_formed(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+
+
+def well_formed(text: str) -> str:
+    """With U+FFFD for halves of surrogate pairs, which an escape in JSON can bring: no answer can
+    hold them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def value_of(text: str) -> Any:
+    """What a JSON text stands for; strings in it may hold raw line ends. Raises ValueError, also
+    for NaN and for numbers without end, which are no JSON."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
 
 
 def json_rule(name: str, schema: Any) -> str:

@@ -17,6 +17,7 @@ from voltapile.gateway.dialects.dialect import (
     Tool,
     compact,
     json_rule,
+    no_call,
     quoted,
 )
 
@@ -40,7 +41,8 @@ class GemmaCall:
         return self._parsed(body, rest) if found else Parsed([])
 
     def end(self, is_cut: bool) -> Parsed:
-        return self._parsed(self._buffer, "")
+        parsed = self._parsed(self._buffer, "")
+        return Parsed([], "", "") if is_cut and parsed.is_none else parsed
 
     def _parsed(self, body: str, rest: str) -> Parsed:
         try:
@@ -49,7 +51,7 @@ class GemmaCall:
                 raise ValueError("no name")
             arguments = _Reader(body, head.end()).value(0)
         except (ValueError, IndexError):
-            return Parsed([], body, rest)
+            return no_call(body, rest)
         return Parsed([Fragment(head[1], compact(arguments))], "", rest)
 
 

@@ -6,14 +6,21 @@ in another order of keys waits for its end. It does not know what opened it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import Any
 
 import regex  # type: ignore[import-untyped]  # matches beginnings, which re cannot
-from voltapile.gateway.dialects.dialect import Fragment, Parsed, compact
+from voltapile.gateway.dialects.dialect import (
+    Fragment,
+    Parsed,
+    compact,
+    no_call,
+    value_of,
+    well_formed,
+)
 from voltapile.gateway.dialects.json_text import JsonScanner
 
+_NAME = regex.compile(r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"]*)')
 _HEAD = regex.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")'
     r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<value>\{)'
@@ -29,7 +36,7 @@ class JsonCall:
         self, close: str = "", names: Collection[str] | None = None, begun: str = ""
     ) -> None:
         self._close, self._names = close, names
-        self._buffer = begun
+        self._begun, self._buffer = len(begun), begun
         self._scanner: JsonScanner | None = None  # of the arguments, once they have begun
         self._is_whole = False  # it must be read as a whole
         self._is_over = False  # only its end is still to come
@@ -41,8 +48,7 @@ class JsonCall:
             self._read_head(fragments)
         if self._is_whole:
             # Where no marker told of a call, it is one if it begins as one.
-            is_text = self._names is not None
-            return Parsed([], self._buffer, "") if is_text else self._read_whole()
+            return self._read_whole() if self._names is None else self._none()
         if self._scanner is not None and not self._is_over:
             self._read_arguments(self._scanner, fragments)
         return Parsed(fragments, "", self._rest() if self._is_over else None)
@@ -52,11 +58,21 @@ class JsonCall:
             return Parsed([], "", "")
         if self._scanner is None:
             fragments = self._calls(self._buffer)
-            if is_cut and self._names is None and not fragments:
-                return Parsed([], "", "")  # a marker told of a call
-            return Parsed(fragments, "" if fragments else self._buffer, "")
+            is_none = not fragments and not (is_cut and self._is_half())
+            return self._none() if is_none else Parsed(fragments, "", "")
         closing = "" if is_cut else self._scanner.closing()
         return Parsed([Fragment("", closing)] if closing else [], "", "")
+
+    def _none(self) -> Parsed:
+        return no_call(self._buffer[self._begun :])
+
+    def _is_half(self) -> bool:
+        """What has come so far is the beginning of a call."""
+        if self._names is None:
+            return True  # a marker told of one
+        named = _NAME.match(self._buffer)
+        may_be = named is None or any(name.startswith(named["name"]) for name in self._names)
+        return may_be and _HEAD.match(self._buffer, partial=True) is not None
 
     def _read_head(self, fragments: list[Fragment]) -> None:
         match = _HEAD.match(self._buffer, partial=True)
@@ -67,7 +83,7 @@ class JsonCall:
             if not isinstance(name, str) or (self._names is not None and name not in self._names):
                 self._is_whole = True
                 return
-            fragments.append(Fragment(name, ""))
+            fragments.append(Fragment(well_formed(name), ""))
             self._buffer = self._buffer[match.start("value") :]
             self._scanner = JsonScanner()
 
@@ -105,12 +121,12 @@ class JsonCall:
             scanner = JsonScanner()
             scanner.feed(self._buffer)
             if scanner.is_broken:
-                return Parsed([], self._buffer, "")
+                return self._none()
             if not scanner.is_done:
                 return Parsed([])
             body, rest = self._buffer[: scanner.used], self._buffer[scanner.used :]
         fragments = self._calls(body)
-        return Parsed(fragments, "" if fragments else body, rest)
+        return Parsed(fragments, "", rest) if fragments else no_call(body[self._begun :], rest)
 
     def _calls(self, body: str) -> list[Fragment]:
         """Those of a complete text: an object, or a list of them. [] if it is no call."""
@@ -124,12 +140,14 @@ class JsonCall:
             given: Any = next((call[key] for key in ARGUMENTS if key in call), {})
             if isinstance(given, str):
                 given = _loaded(given or "{}")
-            fragments.append(Fragment(name, compact(given if isinstance(given, dict) else {})))
+            arguments = compact(given if isinstance(given, dict) else {})
+            fragments.append(Fragment(well_formed(name), arguments))
         return fragments
 
 
 def _loaded(text: str) -> Any:
+    """None also for what is no JSON."""
     try:
-        return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
+        return value_of(text)
+    except ValueError:
         return None

@@ -18,7 +18,8 @@ class JsonScanner:
     """feed(text) -> what is certain; `used` of it were read. is_done: the value is complete.
     is_broken: it is not JSON from there on.
 
-    A comma, an escape and a number or word leave when what follows shows that they stand.
+    An escape, a number or a word leaves when what follows shows that it stands; a comma and a
+    member's name with the value behind them, so that nothing is made up to close them.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,8 @@ class JsonScanner:
         self._stack: list[str] = []  # what closes each open object and list
         self._state = "value"  # value, item, key, name, colon, after, string
         self._held = ""  # an escape, a number or a word that is not complete
-        self._comma = ""  # until something follows it
+        self._ahead = ""  # a comma, a name and its colon, until a value follows
+        self._is_name = False  # the open string
         self._out: list[str] = []
 
     def feed(self, text: str) -> str:
@@ -43,20 +45,19 @@ class JsonScanner:
 
     def closing(self) -> str:
         """What makes valid JSON of all that was given out."""
-        state = self._state
         text = ""
-        if state == "string":
+        if self._state == "string" and not self._is_name:
             text = '"'
-            state = "colon" if self._is_name else "after"
-        if state == "colon":
-            text += ":null"
-        elif state == "value" and not self._comma:
-            text += "null"
+        elif self._state == "value" and not self._stack:
+            text = "null"
         return text + "".join(reversed(self._stack))
 
     def _give(self, text: str) -> None:
-        self._out.append(self._comma + text)
-        self._comma = ""
+        if self._is_name:
+            self._ahead += text
+            return
+        self._out.append(self._ahead + text)
+        self._ahead = ""
 
     def _in_string(self, text: str) -> None:
         if self._held:
@@ -73,6 +74,7 @@ class JsonScanner:
         elif character == '"':
             self._give('"')
             self._end("colon" if self._is_name else "after")
+            self._is_name = False
         else:  # models write raw line ends now and then
             self._give(_CONTROL.get(character, f"\\u{ord(character):04x}"))
 
@@ -109,14 +111,14 @@ class JsonScanner:
         if character in _SPACE:
             return
         state, closes = self._state, bool(self._stack) and character == self._stack[-1]
-        if closes and not self._comma and state in ("after", "item", "key"):
+        if closes and not self._ahead and state in ("after", "item", "key"):
             self._give(self._stack.pop())
             self._end("after")
         elif state == "after" and character == "," and self._stack:
-            self._comma = ","
+            self._ahead = ","
             self._state = "name" if self._stack[-1] == "}" else "value"
         elif state == "colon" and character == ":":
-            self._give(":")
+            self._ahead += ":"
             self._state = "value"
         elif state in ("key", "name") and character == '"':
             self._open_string(is_name=True)
@@ -138,8 +140,8 @@ class JsonScanner:
             self._break()
 
     def _open_string(self, is_name: bool) -> None:
-        self._give('"')
         self._is_name, self._state = is_name, "string"
+        self._give('"')
 
     def _end(self, state: str) -> None:
         self._state = state

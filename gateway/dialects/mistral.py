@@ -47,7 +47,7 @@ class MistralCall:
         parsed = Parsed([])
         if not self._is_over:
             parsed, self._buffer = self._call.push(self._buffer), ""
-            if parsed.rest is None or not self._is_list:
+            if parsed.rest is None or not self._is_list or parsed.is_none:
                 return parsed
             self._is_over, self._buffer = True, parsed.rest
         return parsed._replace(rest=self._rest())

@@ -7,7 +7,7 @@ opened it.
 from __future__ import annotations
 
 import regex  # type: ignore[import-untyped]  # matches beginnings, which re cannot
-from voltapile.gateway.dialects.dialect import Fragment, Parsed
+from voltapile.gateway.dialects.dialect import Fragment, Parsed, no_call
 from voltapile.gateway.dialects.json_text import JsonScanner
 
 
@@ -27,7 +27,7 @@ class NamedCall:
         if self._scanner is None:
             match = self._head.match(self._buffer, partial=True)
             if match is None:
-                return Parsed([], self._buffer, "")
+                return no_call(self._buffer)
             if match.partial:
                 return Parsed([])
             fragments.append(Fragment(match[1], ""))
@@ -45,7 +45,7 @@ class NamedCall:
 
     def end(self, is_cut: bool) -> Parsed:
         if self._scanner is None:
-            return Parsed([], "" if is_cut else self._buffer, "")
+            return Parsed([], "", "") if is_cut else no_call(self._buffer)
         if is_cut or _is_over(self._scanner):
             return Parsed([], "", "")
         return Parsed([Fragment("", self._scanner.closing())], "", "")

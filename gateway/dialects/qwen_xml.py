@@ -6,7 +6,6 @@ be a whole file. Lines end before and after each value.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,9 @@ from voltapile.gateway.dialects.dialect import (
     earliest,
     first_open,
     json_rule,
+    no_call,
     quoted,
+    value_of,
 )
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -36,24 +37,27 @@ class XmlCall:
 
     def __init__(self, tools: Sequence[Tool], begun: str = "") -> None:
         self._schemas = {tool.name: tool.schema for tool in tools}
-        self._buffer = begun
+        self._begun, self._buffer = len(begun), begun
         self._step = self._read_name
         self._fragments: list[Fragment] = []
-        self._text, self._rest = "", None  # type: str, str | None
+        self._rest: str | None = None
         self._properties: Mapping[str, Any] = {}
         self._has_any = self._is_string = self._is_fresh = False
         self._is_named = False
 
     def push(self, text: str) -> Parsed:
         self._buffer += text
-        self._fragments, self._text = [], ""
+        self._fragments = []
         while self._rest is None and self._step():
             pass
-        return Parsed(self._fragments, self._text, self._rest)
+        if self._rest is not None and not self._is_named:
+            return no_call(self._buffer[self._begun :], self._rest)
+        return Parsed(self._fragments, "", self._rest)
 
     def end(self, is_cut: bool) -> Parsed:
         if not self._is_named:
-            return Parsed([], self._buffer, "")
+            is_half = is_cut and _NAME.match(self._buffer, partial=True)
+            return Parsed([], "", "") if is_half else no_call(self._buffer[self._begun :])
         if is_cut or self._step == self._read_close:
             return Parsed([], "", "")
         self._fragments = []
@@ -71,7 +75,7 @@ class XmlCall:
         if match is None:
             body, found, rest = self._buffer.partition(CLOSE)
             if found:
-                self._text, self._rest = body, rest
+                self._buffer, self._rest = body, rest
             return False
         if match.partial:
             return False
@@ -157,16 +161,12 @@ def _json_of(text: str, types: set[str]) -> str:
     """The value that a text stands for; a string, if it is nothing else."""
     word = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
-        value = json.loads(word, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        value = value_of(word)
+    except ValueError:
         return compact(text)
     if "string" in types and not (value is None and "null" in types):
         return compact(text)
     return compact(value)
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(name)
 
 
 def _parser(marker: str, tools: Sequence[Tool]) -> XmlCall:

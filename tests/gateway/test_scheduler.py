@@ -488,7 +488,7 @@ def test_clear_returns_all_that_had_not_ended() -> None:
         ([], Sampling(), "invalid_value", "prompt"),
         ([0] * 64, Sampling(), "context_length_exceeded", "prompt"),
         ([0] * 9, Sampling(max_position=9), "invalid_value", "max_tokens"),
-        ([0], Sampling(stop_ids=list(range(17))), "invalid_value", "stop"),
+        ([0], Sampling(stop_ids=list(range(17))), "invalid_value", "stop_token_ids"),
     ],
 )
 def test_refusals(prompt: list[int], sampling: Sampling, code: str, param: str) -> None:

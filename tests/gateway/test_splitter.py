@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from voltapile.gateway.dialects.deepseek import DEEPSEEK
 from voltapile.gateway.dialects.dialect import Tool
@@ -131,10 +131,10 @@ def test_other_text_stays_as_it_is(dialect, text):
 
 def test_text_leaves_at_once_and_beginnings_of_markers_wait():
     splitter = Splitter(HERMES, TOOLS, THINK)
-    pieces = ["Hi", " <", "b> <tool", "_call", ">", '{"name"', ': "look", "arguments": {', '"at"']
+    pieces = ["Hi", " <", "b> <tool", "_call", ">", '{"name"', ': "look", "arguments": {', '"at":"']
     found = [splitter.push(piece) for piece in pieces]
     assert [each.content for each in found] == ["Hi", " ", "<b> ", "", "", "", "", ""]
-    assert [f for each in found for f in each.calls] == [("look", ""), ("", "{"), ("", '"at"')]
+    assert [f for each in found for f in each.calls] == [("look", ""), ("", "{"), ("", '"at":"')]
 
 
 def test_long_strings_of_xml_calls_leave_as_they_come():
@@ -222,3 +222,48 @@ def test_arguments_in_other_forms(body, expected):
 def test_what_is_no_call_at_all_shows_without_its_markers():
     content, _, calls, _ = split(Splitter(HERMES, TOOLS), ["<tool_call>not JSON</tool_call>!"])
     assert (content, calls) == ("not JSON!", [])
+
+
+# What opens a call and is none, then a call.
+FALSE_STARTS = {
+    "hermes": "<tool_call>oops</tool_call>",
+    "xml": "<function=<tool_call>oops</tool_call>",
+    "functionary": "<function=oops ",
+    "gemma4": "<|tool_call>oops<tool_call|>",
+    "mistral": "[TOOL_CALLS]oops, ",
+    "mistral-list": "[TOOL_CALLS][oops]",
+    "deepseek": "<｜tool▁call▁begin｜>oops ",
+    "llama3-tag": "<|python_tag|>oops",
+}
+
+
+@pytest.mark.parametrize("case", FALSE_STARTS)
+@settings(max_examples=20)
+@given(st.data())
+def test_a_call_behind_one_that_was_none(case, data):
+    dialect, text, expected = CASES[case]
+    text = FALSE_STARTS[case] + text
+    at = data.draw(st.sets(st.integers(0, len(text)), max_size=5))
+    content, _, calls, _ = split(Splitter(dialect, TOOLS), cut(text, at))
+    assert loaded(calls) == expected
+    assert "oops" in content
+    assert not any(mark in content for mark in dialect.marks)
+
+
+@pytest.mark.parametrize("text", ['```json\n{"a": 1}\n```', "```json\n", "{", '{"a"} {"b"}'])
+def test_json_that_is_no_call_stays_as_it_is(text):
+    for pieces in (text, [text]):
+        assert split(Splitter(PLAIN, TOOLS), pieces)[:3] == (text, "", [])
+
+
+def test_an_answer_that_breaks_off_makes_up_no_arguments():
+    body = '<tool_call>{"name": "look", "arguments": {"at": "x", "b'
+    for end in ("", 'c"', 'c":', 'c": '):
+        assert loaded(split(Splitter(HERMES, TOOLS), body + end)[2]) == [("look", {"at": "x"})]
+
+
+@pytest.mark.parametrize("case", ["xml", "gemma4", "functionary", "deepseek", "plain", "llama3"])
+def test_a_call_that_is_cut_before_its_name_shows_nothing(case):
+    dialect, text, _ = CASES[case]
+    head = text[: text.index("look") + 2]
+    assert split(Splitter(dialect, TOOLS), [head], is_cut=True)[:3] == ("", "", [])

@@ -38,3 +38,17 @@ def test_parts_stay_parts():
     part = {"type": "text", "text": "a"}
     [found] = in_turns([*of(("user", [part])), *of(("user", "b"))], False, False)
     assert found["content"] == [part, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "expected"),
+    [("a", "b", "a\n\nb"), ("a", None, "a"), (None, "b", "b"), ("", "", None), (None, None, None)],
+)
+def test_reasoning_of_both_stays(one, two, expected):
+    given = of(("assistant", "x"), ("assistant", "y"))
+    for message, thoughts in zip(given, (one, two), strict=True):
+        if thoughts is not None:
+            message["reasoning_content"] = thoughts
+    [found] = in_turns(given, False, False)
+    assert found["content"] == "x\n\ny"
+    assert (found.get("reasoning_content") or None) == expected

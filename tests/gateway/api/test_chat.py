@@ -15,6 +15,7 @@ async def test_a_whole_answer(post, path):
             "index": 0,
             "message": {"role": "assistant", "content": "Hello"},
             "finish_reason": "stop",
+            "logprobs": None,
             "tokens": [*b"Hello", 257],
         }
     ]

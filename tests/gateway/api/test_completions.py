@@ -10,7 +10,13 @@ async def test_a_whole_answer(post, path, engine):
     assert status == 200
     assert body["object"] == "text_completion"
     assert body["choices"] == [
-        {"index": 0, "text": "Hello", "finish_reason": "stop", "tokens": [*b"Hello", 257]}
+        {
+            "index": 0,
+            "text": "Hello",
+            "finish_reason": "stop",
+            "logprobs": None,
+            "tokens": [*b"Hello", 257],
+        }
     ]
     assert body["usage"] == {
         "prompt_tokens": 2,

@@ -15,6 +15,7 @@ from voltapile.topology.share import Share
 from voltapile.workers.protocol import Ready, Result, Sampled, Step, Stop, decode, encode
 
 COMPLETION = "/v1/completions"
+CUT = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
 SLOTS = 2
 
 
@@ -208,4 +209,15 @@ async def test_more_choices_than_slots(stack):
 async def test_a_prompt_that_leaves_room_for_one_token(stack, plan):
     client, _, _ = stack
     answer = await complete(client, prompt=[65] * (plan.context - 1), max_tokens=10**9)
-    assert answer["choices"][0] == {"index": 0, "text": "x", "finish_reason": "length"}
+    assert answer["choices"][0] == CUT
+
+
+@pytest.mark.parametrize("count", [1, 5])
+async def test_the_slot_of_an_answer_that_has_left_it(stack, count):
+    client, _, _ = stack
+    body = {"prompt": "a", "n_predict": count, "n": 2}
+    async with client.post("/completion", json=body) as response:
+        answers = await response.json()
+    assert sorted(answer["id_slot"] for answer in answers) == [0, 1]
+    async with client.get("/slots") as response:
+        assert not any(slot["is_processing"] for slot in await response.json())

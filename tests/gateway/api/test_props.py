@@ -67,7 +67,7 @@ async def busy(client, engine):
     async with client.post("/v1/completions", json=body) as response:
         await response.content.readline()
         for stream, slot in zip(engine.streams, [1, 0, 2, 3], strict=True):
-            stream.request.slot = slot
+            stream.request.enter(slot)
         await asyncio.sleep(0.05)
         yield
 

@@ -8,7 +8,7 @@ def test_names_are_llama_servers():
     found = generation_settings(sampling, Options(max_tokens=20, stop=["x"], logprobs=2), 10)
     assert (found["temperature"], found["n_predict"], found["stop"]) == (0.5, 20, ["x"])
     assert found["logit_bias"] == [{"token": 3, "bias": None}, {"token": 4, "bias": 1.5}]
-    assert (found["repeat_last_n"], found["n_probs"], found["ignore_eos"]) == (-1, 2, True)
+    assert (found["repeat_last_n"], found["n_probs"], found["ignore_eos"]) == (-1, 2, False)
 
 
 def test_no_limit():

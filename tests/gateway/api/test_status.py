@@ -100,7 +100,7 @@ async def test_requests_that_run_and_wait(client, engine):
     asked = {"prompt": ["one", "second"], "stream": True, "max_tokens": 9}
     async with client.post("/v1/completions", json=asked) as response:
         await response.content.readline()
-        engine.streams[1].request.slot = 3
+        engine.streams[1].request.enter(3)
         await asyncio.sleep(0.05)
         found = (await ask(client))["requests"]
     waiting, running = sorted(found, key=lambda each: each["prompt_tokens"])

@@ -2,8 +2,25 @@ import pytest
 
 
 async def test_round_trip(post):
-    assert await post("/tokenize", {"content": "a<|im_end|>"}) == (200, {"tokens": [97, 257]})
-    assert await post("/detokenize", {"tokens": [97, 257]}) == (200, {"content": "a<|im_end|>"})
+    found = {"tokens": [97, 257], "count": 2, "max_model_len": 256}
+    assert await post("/tokenize", {"content": "a<|im_end|>"}) == (200, found)
+    text = dict.fromkeys(("content", "prompt"), "a<|im_end|>")
+    assert await post("/detokenize", {"tokens": [97, 257]}) == (200, text)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"prompt": "a<|im_end|>"}, "a<|im_end|>"),
+        ({"messages": [{"role": "user", "content": "a"}]},
+         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)  # fmt: skip
+async def test_as_vllm(post, body, text):
+    status, found = await post("/tokenize", body)
+    assert (status, found["count"]) == (200, len(found["tokens"]))
+    _, back = await post("/detokenize", {"tokens": found["tokens"]})
+    assert back["prompt"] == text
 
 
 async def test_special_tokens_may_stay_text(post):
@@ -31,6 +48,9 @@ async def test_a_long_text(post):
         ("/tokenize", {}, "content"),
         ("/tokenize", {"content": 5}, "content"),
         ("/tokenize", {"content": "a", "add_special": 1}, "add_special"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", {"messages": 5}, "messages"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "ab"}, "tokens"),
         ("/detokenize", {"tokens": [1, 258]}, "tokens[1]"),

@@ -66,4 +66,26 @@ def test_half_a_head():
     """A marker told of a call: what was cut is none of the content."""
     assert read(JsonCall("</c>"), '{"name": "lo', is_cut=True) == ([], "", "")
     assert read(JsonCall("</c>"), '{"name": "lo')[1] == '{"name": "lo'
-    assert read(JsonCall(names={"look"}), '{"name": "lo', is_cut=True)[1] == '{"name": "lo'
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('{"na', ""),
+        ('{"name": "lo', ""),
+        ('{"name": "look", "argu', ""),
+        ('{"name": "lost', '{"name": "lost'),
+        ('{"names', '{"names'),
+    ],
+)
+def test_half_a_head_where_no_marker_told_of_a_call(text, shown):
+    assert read(JsonCall(names={"look"}), text, is_cut=True)[1] == shown
+
+
+def test_names_and_arguments_hold_no_half_characters_and_no_numbers_without_end():
+    body = '{"arguments": {"a": "\\ud83d", "b": 1e400}, "name": "f"}</c>'
+    assert read(JsonCall("</c>"), body)[:2] == ([], body.removesuffix("</c>"))
+    [[name, arguments]], _, _ = read(JsonCall("</c>"), body.replace("1e400", "1"))
+    assert (name, arguments) == ("f", '{"a":"�","b":1}')
+    half = '{"name": "\\ud83d", "arguments": {}}</c>'
+    assert read(JsonCall("</c>"), half)[0] == [["�", "{}"]]

@@ -13,7 +13,7 @@ def calls(marker, body):
 def test_an_object_is_a_call_if_it_names_a_tool():
     assert calls("{", BODY[1:]) == ([("look", ""), ("", '{"at":1}')], "", "")
     other = BODY[1:].replace("look", "other")
-    assert calls("{", other) == ([], "{" + other, "")
+    assert calls("{", other) == ([], other, "")
 
 
 def test_behind_the_tag_any_name_is_one():
