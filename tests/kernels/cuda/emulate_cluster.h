@@ -1,18 +1,5 @@
-// More of emulate.h: blocks of a cluster, which write into each other's shared memory. Their warps
-// drift far apart, each held for a while by chance.
+// More of emulate.h: blocks of a cluster, which write into each other's shared memory.
 #pragma once
-
-namespace emulation {
-
-inline bool is_held_by_chance(int thread) {
-  static unsigned looks;
-  unsigned x = (looks++ >> 21) * 2654435761u + (thread / 32 + 1) * 2246822519u;
-  x = (x ^ x >> 15) * 2654435761u;
-  return x >> 29 == 0;
-}
-inline const bool drifts = (is_held = is_held_by_chance, true);
-
-}  // namespace emulation
 
 namespace voltapile {
 
@@ -30,14 +17,14 @@ T* of_block(T* mine, int block) {
 inline void cluster_arrive() {
   auto& barrier = cluster::barrier;
   cluster::arrived_in[emulation::current] = barrier.generation;
-  if (++barrier.count == static_cast<int>(emulation::block_barriers.size() * blockDim.x)) {
+  if (++barrier.count == static_cast<int>(emulation::together * blockDim.x)) {
     barrier.count = 0;
     ++barrier.generation;
   }
 }
 inline void cluster_wait() {
   while (cluster::barrier.generation == cluster::arrived_in[emulation::current])
-    swapcontext(&emulation::fibres[emulation::current].context, &emulation::scheduler);
+    emulation::pause();
 }
 
 // Bytes that are still to come (below 0: that came unexpected), whether they are expected, rings.
@@ -56,14 +43,14 @@ inline BellState& state_of(std::uint64_t* bell) { return *reinterpret_cast<BellS
 inline void make_bell(std::uint64_t* bell) { state_of(bell) = {}; }
 inline void expect(std::uint64_t* bell, int bytes) {
   auto& state = state_of(bell);
-  if (state.is_expected) std::abort();
+  if (state.is_expected) abort();
   state.bytes += bytes;
   state.is_expected = 1;
   state.look();
 }
 inline void await(std::uint64_t* bell, bool is_odd) {
   while ((state_of(bell).rings & 1) != (is_odd ? 1 : 0))
-    swapcontext(&emulation::fibres[emulation::current].context, &emulation::scheduler);
+    emulation::pause();
 }
 inline void send(float2 pair, float2* mine, std::uint64_t* bell, int block) {
   *cluster::of_block(mine, block) = pair;

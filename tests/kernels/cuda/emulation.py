@@ -1,15 +1,19 @@
 """A Launcher that runs kernels on the CPU through emulate.h: the launchers' own code, no GPU.
 
-Compiles an instance's source with g++ for the architecture that is asked for (70, 75 or 80).
+Compiles an instance's source with g++ for the architecture that is asked for (70, 75, 80 or 90).
+What was compiled is kept under a digest of all that it is made of, from run to run.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
+import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,16 +25,52 @@ from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Ker
 from voltapile.kernels.cuda.submit import Arguments
 from voltapile.shm.formats import row_bytes
 
-HEADER = Path(__file__).with_name("emulate.h")
-MORE = Path(__file__).with_name("emulate_attention.h")  # for what needs more than products
-CLUSTER = Path(__file__).with_name("emulate_cluster.h")
-BYTES = Path(__file__).with_name("emulate_bytes.h")
-FLAGS = ("-std=c++20", "-O2", "-g0", "-w", "-shared", "-fPIC", "-ffp-contract=off")
+HERE = Path(__file__).parent
+HEADER, CLUSTER = HERE / "emulate.h", HERE / "emulate_cluster.h"
+KNOWN = "".join(path.read_text() for path in sorted(HERE.glob("emulate*.h")))
+FLAGS = (
+    "-std=c++20", "-O1", "-g0", "-w", "-shared", "-fPIC",
+    "-ffp-contract=off",  # products are rounded
+)  # fmt: skip
+FAILURES = {1: "wrote behind its shared memory", 2: "has threads that wait for ever"}
 SLACK = 256  # bytes behind a matrix that kernels may read
 
 
 def has_compiler() -> bool:
     return shutil.which("g++") is not None
+
+
+def compiled(source: str, defines: Sequence[str], folder: Path) -> ctypes.CDLL:
+    """The library of a text that includes our headers; from `folder` where it is there."""
+    flags = [*FLAGS, *native_flags(), *defines]
+    parts = source, KNOWN, *flags, compiler_version()
+    path = folder / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
+    if path.exists():
+        path.touch()  # see conftest.py: what is not used any more is removed
+    else:
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            file, made = Path(own, "source.cpp"), Path(own, "made.so")
+            file.write_text(source)
+            command = ["g++", *flags, f"-I{HERE}", str(file), "-o", str(made)]
+            subprocess.run(command, check=True)
+            made.rename(path)
+    return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def native_flags() -> list[str]:
+    """Halves are converted by the processor, where it can."""
+    try:
+        known = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        known = ""
+    has_all = platform.machine() == "x86_64" and " avx2 " in known and " f16c " in known
+    return ["-march=x86-64-v3"] if has_all else []
+
+
+@functools.cache
+def compiler_version() -> str:
+    return subprocess.check_output(["g++", "--version"], text=True)
 
 
 class EmulatedOps:
@@ -43,6 +83,7 @@ class EmulatedOps:
         self._folder = folder
         self._kept: list[DeviceArray] = []
         self.launched: list[tuple[Instance, tuple[int, ...], int]] = []
+        self._library = functools.cache(self._compiled)
 
     def kernel(self, instance: Instance) -> Kernel:
         library = self._library(instance)
@@ -57,7 +98,7 @@ class EmulatedOps:
             array = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
             wide = (*grid, 1)
             status = library.launch(int(wide[0]), int(wide[1]), block, shared, array)
-            assert status == 0, f"{instance.name} wrote behind its shared memory"
+            assert status == 0, f"{instance.name} {FAILURES[status]}"
 
         return call
 
@@ -100,28 +141,18 @@ class EmulatedOps:
         raw = (ctypes.c_uint8 * x.nbytes).from_address(x.ptr)
         return np.frombuffer(raw, x.dtype).reshape(x.shape).copy()
 
-    def _library(self, instance: Instance) -> ctypes.CDLL:
+    def _compiled(self, instance: Instance) -> ctypes.CDLL:
         text = re.sub(r"(?<!extern )__shared__", "static", source_of(instance.file))
-        headers = [HEADER, MORE] if "__ldcg" in text else [HEADER]
-        headers += [BYTES] if "mma_bytes" in text else []
-        together = dict(instance.defines).get("SPLIT", "1")
-        headers += [CLUSTER] if together != "1" else []
-        included = "".join(f'#include "{each}"\n' for each in headers)
+        together = dict(instance.defines).get("SPLIT", "1")  # blocks of a cluster
+        headers = [HEADER, CLUSTER] if together != "1" else [HEADER]
+        included = "".join(f'#include "{each.name}"\n' for each in headers)
         source = f"{included}{text}\n" + (
             'extern "C" int launch(int x, int y, int threads, int shared, void** args) {\n'
             f"  return emulation::launch({instance.function}, x, y, threads, shared, args, "
             f"{together});\n}}\n"
         )
         defines = [f"-D{key}={value}" for key, value in instance.defines]
-        defines.append(f"-DVP_ARCH={10 * self.arch}")
-        known = "".join(each.read_text() for each in headers)
-        key = hashlib.sha256((source + known + str(defines)).encode()).hexdigest()[:24]
-        path = self._folder / f"{key}.so"
-        if not path.exists():
-            file = self._folder / f"{key}.cpp"
-            file.write_text(source)
-            subprocess.run(["g++", *FLAGS, *defines, str(file), "-o", str(path)], check=True)
-        return ctypes.CDLL(str(path))
+        return compiled(source, [*defines, f"-DVP_ARCH={10 * self.arch}"], self._folder)
 
 
 def _aligned(nbytes: int) -> np.ndarray:

@@ -7,9 +7,7 @@ machine code, speed, or Volta's truncating sums (tests/gpu runs the same compari
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +18,7 @@ import numpy as np
 import pytest
 from voltapile.kernels.cuda import attention as launcher
 from voltapile.kernels.cuda import pages
-from voltapile.kernels.cuda.compile import source_of
-from voltapile.kernels.cuda.launch import DeviceArray, Instance
+from voltapile.kernels.cuda.launch import DeviceArray
 
 HERE = Path(__file__).parent
 
@@ -39,39 +36,18 @@ def load(name: str) -> ModuleType:
 
 emulation, twin = load("emulation"), load("attention_twin")
 Case, World = twin.Case, twin.World
-HEADERS = [HERE / "emulate.h", HERE / "emulate_attention.h"]
 
 pytestmark = pytest.mark.skipif(not emulation.has_compiler(), reason="no g++ here")
 
 
 class Emulated(emulation.EmulatedOps):  # type: ignore[misc, name-defined]
-    """Knows the votes and matrix loads of attention as well."""
-
-    def _library(self, instance: Instance) -> ctypes.CDLL:
-        lines = [f'#include "{header}"' for header in HEADERS]
-        lines.append(source_of(instance.file))
-        lines.append('extern "C" int launch(int x, int y, int threads, int shared, void** args) {')
-        lines.append(
-            f"return emulation::launch({instance.function}, x, y, threads, shared, args);}}"
-        )
-        defines = [f"-D{key}={value}" for key, value in instance.defines]
-        defines.append(f"-DVP_ARCH={10 * self.arch}")
-        text = "\n".join([*lines, *(header.read_text() for header in HEADERS), *defines])
-        path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
-        if not path.exists():
-            path.with_suffix(".cpp").write_text("\n".join(lines))
-            command = ["g++", *emulation.FLAGS, *defines, str(path.with_suffix(".cpp"))]
-            subprocess.run([*command, "-o", str(path)], check=True)
-        return ctypes.CDLL(str(path))
-
     def upload(self, target: DeviceArray, values: np.ndarray) -> None:
         raw = np.ascontiguousarray(values)
         ctypes.memmove(target.ptr, raw.ctypes.data, raw.nbytes)
 
 
 @pytest.fixture(scope="module")
-def ops_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
-    folder = tmp_path_factory.mktemp("emulated")
+def ops_for(folder: Path) -> Callable[[int], Any]:
     shared = {70: 96 << 10, 75: 64 << 10, 80: 160 << 10, 90: 227 << 10}
     return lambda arch: Emulated(arch, folder, shared[arch])
 

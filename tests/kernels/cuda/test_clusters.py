@@ -14,7 +14,7 @@ from voltapile.kernels.cuda import clusters, matmul, stream
 
 from ..test_matmul import activations, random_raw, values_of
 from .emulation import has_compiler
-from .test_fragments import folder, ops_of, tolerance  # noqa: F401  a fixture
+from .test_fragments import ops_of, tolerance
 from .test_stream import glu_and_residual
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
@@ -47,7 +47,7 @@ def both(ops: object, monkeypatch: pytest.MonkeyPatch, run: object) -> tuple[np.
 @pytest.mark.parametrize("name", clusters.FORMATS)
 def test_bits_are_those_of_rows(
     name: str,
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
@@ -69,7 +69,7 @@ def test_bits_are_those_of_rows(
 @pytest.mark.parametrize("boxes", [1, 2])
 def test_sums_wait_for_their_readers(
     boxes: int,
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(clusters, "MEMORY", [(boxes, 1)])
@@ -83,7 +83,7 @@ def test_sums_wait_for_their_readers(
 
 
 @pytest.mark.slow
-def test_warps_may_drift_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_warps_may_drift_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten rounds, and a tile that two warps share at the end."""
     ops = ops_of(90, folder)
     raw, x = random_raw("Q8_0", 672, 2304), activations(3, 2304)
@@ -93,7 +93,7 @@ def test_warps_may_drift_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(*got)
 
 
-def test_more_rows_than_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_more_rows_than_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
     raw, x = random_raw("Q4_K", 100, 512), activations(37, 512)
     weight = ops.weight(raw, "Q4_K", (100, 512))
@@ -103,7 +103,7 @@ def test_more_rows_than_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_two_formats_share_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_two_formats_share_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
     x = ops.array(activations(10, 768))
     weights = [
@@ -118,7 +118,7 @@ def test_two_formats_share_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(*both(ops, monkeypatch, run))
 
 
-def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
     for run in glu_and_residual(ops, 250, 9):
         np.testing.assert_array_equal(*both(ops, monkeypatch, run))

@@ -4,6 +4,7 @@ source, against the reference."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,15 +30,14 @@ PAGE, SLOW = 64, pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=[80, *(pytest.param(n, marks=SLOW) for n in (70, 75))])
-def ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("families")
+def ops(request: pytest.FixtureRequest, folder: Path) -> Any:
     return EmulatedFamilies(request.param, folder, max_shared(request.param))
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> EmulatedFamilies:
+def plain(folder: Path) -> EmulatedFamilies:
     """Where tensor cores are not used, architectures are alike."""
-    return EmulatedFamilies(80, tmp_path_factory.mktemp("families"), max_shared(80))
+    return EmulatedFamilies(80, folder, max_shared(80))
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

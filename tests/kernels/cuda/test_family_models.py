@@ -123,11 +123,6 @@ for _name in [n for n in vars(CudaFamilies) if not n.startswith("_") and n not i
     setattr(Mixed, _name, _method(_name))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.mark.parametrize(("model", "kind", "prompt"), MODELS)
 def test_logits(
     golden: Path, plan_for: Any, folder: Path, model: str, kind: str, prompt: str

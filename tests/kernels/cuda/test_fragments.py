@@ -8,7 +8,6 @@ accumulator or its timing. `slow` runs every format on every architecture.
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from voltapile.kernels.cuda.matmul import Policy
 from voltapile.shm.formats import format_of
 
 from ..test_matmul import activation_of, activations, random_raw, values_of
-from .emulation import FLAGS, HEADER, EmulatedOps, has_compiler
+from .emulation import HEADER, EmulatedOps, compiled, has_compiler
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 
@@ -28,11 +27,6 @@ ARCHS = (70, 75, 80)
 FEW = [("Q4_K", 70), ("Q6_K", 70), ("Q8_0", 70), ("F16", 70), ("Q4_K", 80), ("Q6_K", 75)]
 ALL = [(name, arch) for arch in ARCHS for name in CHUNKS]
 FLOATS = ("F32", "F16", "BF16")
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("emulation")
 
 
 def ops_of(arch: int, folder: Path) -> EmulatedOps:
@@ -235,21 +229,18 @@ def test_float_columns_of_any_number(cols: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_sizes_are_the_sources(arch: int, tmp_path: Path) -> None:
+def test_sizes_are_the_sources(arch: int, folder: Path) -> None:
     """chunks.py against the templates: bytes of a warp's memory."""
     lines = [f"  out[i++] = ChunkMemory<formats::{name}>::bytes(room);" for name in CHUNKS]
-    source = tmp_path / "sizes.cpp"
-    source.write_text(
-        f'#include "{HEADER}"\n#define MANY 0\n{source_of("matmul_chunk.cuh")}\n'
+    source = (
+        f'#include "{HEADER.name}"\n#define MANY 0\n{source_of("matmul_chunk.cuh")}\n'
         "using namespace voltapile;\n"
         'extern "C" void sizes(int room, int* out) {\n  int i = 0;\n' + "\n".join(lines) + "\n}\n"
     )
-    library = tmp_path / "sizes.so"
-    command = ["g++", *FLAGS, f"-DVP_ARCH={10 * arch}", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
+    library = compiled(source, [f"-DVP_ARCH={10 * arch}"], folder)
     for room in (1, 5, 8, 32):
         found = (ctypes.c_int * len(CHUNKS))()
-        ctypes.CDLL(str(library)).sizes(room, found)
+        library.sizes(room, found)
         assert list(found) == [chunk.warp_bytes(room, arch) for chunk in CHUNKS.values()]
 
 

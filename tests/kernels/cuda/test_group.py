@@ -45,11 +45,11 @@ Work = Callable[[EmulatedOps, Links, int], Any]
 
 
 @pytest.fixture(scope="module")
-def ops(tmp_path_factory: pytest.TempPathFactory) -> EmulatedOps:
+def ops(folder: Path) -> EmulatedOps:
     """With all kernels compiled, so that processes share them."""
     if not has_compiler():
         pytest.skip("there is no g++")
-    ops = EmulatedOps(70, Path(tmp_path_factory.mktemp("emulated")), 96 << 10)
+    ops = EmulatedOps(70, folder, 96 << 10)
     for instance in [*group.INSTANCES, NORM_ROWS]:
         ops.kernel(instance)
     return ops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ REF = ReferenceOps()
 
 
 @pytest.fixture(scope="module")
-def ops(tmp_path_factory: pytest.TempPathFactory) -> EmulatedOps:
-    return EmulatedOps(70, tmp_path_factory.mktemp("emulated"), 96 << 10)
+def ops(folder: Path) -> EmulatedOps:
+    return EmulatedOps(70, folder, 96 << 10)
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from voltapile.kernels.cuda import matmul, stream, wide
 
 from ..test_matmul import activations, random_raw, values_of
 from .emulation import EmulatedOps, has_compiler
-from .test_fragments import folder, ops_of, tolerance  # noqa: F401  a fixture
+from .test_fragments import ops_of, tolerance
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 MIXED = stream.MIXED[0]
@@ -55,7 +55,7 @@ def glu_and_residual(ops: EmulatedOps, rows: int, tokens: int) -> list[Callable[
 @pytest.mark.parametrize("name", stream.FORMATS)
 def test_bits_are_those_of_rows(
     name: str,
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
@@ -76,7 +76,7 @@ def test_bits_are_those_of_rows(
 def test_two_formats_share_a_launch(
     pair: tuple[str, str],
     teams: int,
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
@@ -98,7 +98,7 @@ def test_two_formats_share_a_launch(
         assert (error <= tolerance(x, values, name)).all()
 
 
-def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
     for run in glu_and_residual(ops, 170, 3):
         np.testing.assert_array_equal(*both(ops, monkeypatch, run))

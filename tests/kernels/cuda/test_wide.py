@@ -10,7 +10,7 @@ from voltapile.kernels.cuda import clusters, matmul, stream, wide
 
 from ..test_matmul import activations, random_raw, values_of
 from .emulation import has_compiler
-from .test_fragments import folder, ops_of, tolerance  # noqa: F401  a fixture
+from .test_fragments import ops_of, tolerance
 from .test_stream import both, glu_and_residual
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
@@ -29,7 +29,7 @@ def _clean_deals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", wide.FORMATS)
 def test_bits_are_those_of_rows(
     name: str,
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
@@ -51,7 +51,7 @@ def test_bits_are_those_of_rows(
 @pytest.mark.parametrize("pair", wide.MIXED)
 def test_two_formats_share_a_launch(
     pair: tuple[str, str],
-    folder: Path,  # noqa: F811
+    folder: Path,
 ) -> None:
     ops = ops_of(90, folder)
     x = activations(2, 768)
@@ -71,7 +71,7 @@ def test_two_formats_share_a_launch(
 
 
 def test_glu_bias_and_residual(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)

@@ -106,10 +106,10 @@ def wires(fake_cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedOps:
+def emulated(folder: Path) -> EmulatedOps:
     if not has_compiler():
         pytest.skip("there is no g++")
-    ops = EmulatedOps(70, Path(tmp_path_factory.mktemp("emulated")), 96 << 10)
+    ops = EmulatedOps(70, folder, 96 << 10)
     for instance in [*launchers.INSTANCES, NORM_ROWS]:
         ops.kernel(instance)
     return ops
