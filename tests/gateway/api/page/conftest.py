@@ -131,28 +131,48 @@ class Tab:
 
     async def js(self, expression: str) -> Any:
         """The value of an expression, or of its promise."""
-        asked = {"returnByValue": True, "awaitPromise": True, "userGesture": True}
-        answer = await self.send("Runtime.evaluate", expression=expression, **asked)
+        answer = await self._evaluate(expression)
         assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
         return answer["result"].get("value")
 
+    async def _evaluate(self, expression: str) -> dict[str, Any]:
+        asked = {"returnByValue": True, "awaitPromise": True, "userGesture": True}
+        found: dict[str, Any] = await self.send("Runtime.evaluate", expression=expression, **asked)
+        return found
+
     async def until(self, expression: str) -> None:
-        """Waits for a value that counts as true in JavaScript."""
+        """Waits for a value that counts as true in JavaScript; an exception does not, since what
+        an expression asks for may not be there yet."""
         deadline = time.monotonic() + SECONDS
-        while not await self.js(f"!!({expression})"):
+        while True:
+            answer = await self._evaluate(f"Promise.resolve({expression}).then(Boolean)")
+            if answer["result"].get("value") is True:
+                return
             if time.monotonic() > deadline:
                 shown = await self.js("document.body.innerText")
-                pytest.fail(f"never true: {expression}\n{shown}\n{self.problems}")
+                why = answer.get("exceptionDetails", "")
+                pytest.fail(f"never true: {expression}\n{why}\n{shown}\n{self.problems}")
             await asyncio.sleep(0.02)
 
     async def text(self, selector: str) -> str:
-        """As it is seen, once it has been drawn."""
+        """As it is seen, once it is there and has been drawn."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        await self.until(found)
         drawn = "new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"
-        found = f"document.querySelector({json.dumps(selector)}).innerText"
-        return str(await self.js(f"{drawn}.then(() => {found})"))
+        return str(await self.js(f"{drawn}.then(() => {found}.innerText)"))
 
     async def click(self, selector: str) -> None:
-        await self.js(f"document.querySelector({json.dumps(selector)}).click()")
+        """Once it is there, is seen, and may be clicked."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        may_be = "each.checkVisibility() && !each.disabled"
+        await self.until(f"((each) => {may_be} && (each.click(), true))({found})")
+
+    async def kept(self) -> None:
+        """Until the open conversation lies in the browser with its last answer complete."""
+        await self.until(
+            "import('/page/store.js').then(({ load }) => load(location.hash.slice('#c/'.length)))"
+            ".then((found) => found.messages.at(-1).finish)"
+        )
 
     async def press(self, key: str, modifiers: int = 0) -> None:
         """Shift is modifier 8."""

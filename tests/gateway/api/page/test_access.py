@@ -163,10 +163,12 @@ async def test_nothing_is_wider_than_the_window(tab, engine, width):
     engine.say("x" * 300 + "\n\n```\n" + "y" * 300 + "\n```\n\n|" + "z" * 300 + "|b|\n|-|-|\n|1|2|")
     await tab.say("w" * 300)
     await tab.answered()
-    for view in ("#new", "#status"):
-        await tab.js(f"location.hash === '#status' || (location.hash = '{view}')")
-        assert await tab.js("document.documentElement.scrollWidth <= innerWidth")
+    assert await tab.js("document.documentElement.scrollWidth <= innerWidth")
+    await tab.js("location.hash = '#status'")
+    await tab.until("document.querySelector('#status dd').checkVisibility()")
+    assert await tab.js("document.documentElement.scrollWidth <= innerWidth")
     await tab.js("location.hash = '#new'")
+    await tab.until("document.getElementById('text').checkVisibility()")
     assert await tab.js("document.getElementById('text').getBoundingClientRect().bottom < 700")
 
 

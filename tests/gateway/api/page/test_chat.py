@@ -27,6 +27,7 @@ async def test_an_answer_comes_and_is_kept(tab, engine):
     assert await tab.text(".assistant strong") == "bold"
     assert "19 tokens" not in await tab.text(".stats")
     assert "21 tokens" in await tab.text(".stats")
+    await tab.kept()
     await tab.send("Page.reload")
     await tab.until(f"document.querySelector('{ANSWER}')?.innerText === 'Some bold words.'")
     assert await tab.text("#conversations [aria-current]") == "Hello?"
@@ -171,6 +172,7 @@ async def test_a_lost_connection(tab, engine):
     await tab.send("Network.emulateNetworkConditions", offline=True, **offline)
     await tab.click(".assistant .buttons button:last-child")
     await tab.until("document.querySelector('.error').innerText.includes('cannot be reached')")
+    await tab.answered()
     await tab.send("Network.emulateNetworkConditions", offline=False, **offline)
     engine.say("Back.")
     await tab.click(".assistant .buttons button:last-child")

@@ -13,6 +13,7 @@ TITLES = "[...document.querySelectorAll('#conversations a')].map((each) => each.
 async def talk(tab, text):
     await tab.say(text)
     await tab.answered()
+    await tab.kept()
 
 
 async def test_two_conversations(tab, engine):
@@ -20,7 +21,7 @@ async def test_two_conversations(tab, engine):
     await talk(tab, "One")
     await tab.click("#new")
     await tab.until("document.querySelectorAll('.message').length === 0")
-    assert await tab.js("document.activeElement.id") == "text"
+    await tab.until("document.activeElement.id === 'text'")
     engine.say("To two.")
     await talk(tab, "Two")
     assert bytes(engine.prompts[-1]) == b"user:Two\n"
@@ -90,6 +91,7 @@ async def test_a_page_that_was_closed_too_early(tab, engine):
     engine.say("half", finish="")
     await tab.say("What?")
     await tab.until(f"document.querySelector('{ANSWER}')?.innerText === 'half'")
+    await tab.until("location.hash.startsWith('#c/')")  # it has been saved once
     await tab.send("Page.reload")
     await tab.until("document.querySelector('.error')?.innerText.includes('page was closed')")
     engine.say("Whole.")
