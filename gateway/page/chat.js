@@ -7,18 +7,23 @@ import { MessageView } from "./message.js";
 import { Run, requestMessages } from "./run.js";
 import { openSettings, sampling, systemPrompt } from "./settings.js";
 import { load, save } from "./store.js";
+import { comesElsewhere, tell } from "./tabs.js";
 
 const SAVE_MILLISECONDS = 2000; // while an answer comes
 const DRAWING_SHARE = 4; // drawing takes at most one part of so many of the time
 const DRAWN_AT_ONCE = 10; // messages, when a conversation is opened; the others follow in pieces
 const PIECE_MILLISECONDS = 8;
+const WATCH_MILLISECONDS = 3000; // between two questions whether another tab still has an answer
 const INTERRUPTED = "The page was closed before the answer was complete.";
+const PASSING = "This browser keeps no conversations: they end with this tab.";
+const REMOVED = "Another tab has deleted this conversation. It is kept again if you write on.";
 
 export class Chat {
   #conversation = fresh();
   #wanted = ""; // id that was to be opened last
   #views = [];
   #runs = new Map(); // conversation id -> Run
+  #elsewhere = new Set(); // ids of conversations in which an answer comes to another tab
   #isDue = false; // a frame has been asked for
   #toEnd = followEnd(byId("scroll"), byId("messages"));
   #saved; // called with an id after a conversation was saved
@@ -33,7 +38,7 @@ export class Chat {
   }
 
   get isBusy() {
-    return this.#runs.has(this.id);
+    return this.#runs.has(this.id) || this.#elsewhere.has(this.id);
   }
 
   get isStarted() {
@@ -47,27 +52,67 @@ export class Chat {
     const found = id ? (this.#runs.get(id)?.conversation ?? (await load(id))) : fresh();
     if (this.#wanted !== id) return true; // another was asked for meanwhile
     if (!found) return false;
+    byId("trouble").textContent = "";
     this.#conversation = found;
-    for (const message of found.messages) {
-      const isCutOff = message.role === "assistant" && !message.finish && !this.isBusy;
-      if (isCutOff) [message.finish, message.error] = ["error", INTERRUPTED];
-    }
+    if (!this.#runs.has(id)) this.#watch();
     this.#show();
     return true;
   }
 
-  /** Another tab has changed it. */
-  async refresh(id) {
-    const found = id === this.id && !this.isBusy ? await load(id) : null;
-    if (!found || id !== this.id || this.isBusy) return;
-    this.#conversation = found;
-    this.#show();
+  /** What another tab tells of a conversation; see tabs.js. */
+  async hear(id, what) {
+    if (what === "asks" && this.#runs.has(id)) tell(id, "comes");
+    if (what === "stop") this.#runs.get(id)?.stop();
+    if (what === "removed") this.#lose(id);
+    if (what === "saved") await this.#refresh(id);
   }
 
   /** It was removed: what still comes is not wanted. */
   forget(id) {
     this.#runs.get(id)?.stop();
     this.#runs.delete(id);
+  }
+
+  /** Another tab has removed it. What is shown stays, and is kept again if somebody writes on. */
+  #lose(id) {
+    this.forget(id);
+    this.#elsewhere.delete(id);
+    if (id !== this.id) return;
+    byId("trouble").textContent = REMOVED;
+    this.#setActions();
+    this.#showBusy();
+  }
+
+  async #refresh(id) {
+    const found = this.#isWatching(id) ? await load(id) : null;
+    if (!found || !this.#isWatching(id)) return;
+    const isSame = (message, i) => sameMessage(message, this.#conversation.messages[i]);
+    const shown = this.#conversation.messages;
+    found.messages = found.messages.map((each, i) => (isSame(each, i) ? shown[i] : each));
+    this.#conversation = found;
+    this.#watch();
+    this.#show();
+  }
+
+  /** It is shown, and what comes to it comes to other tabs. */
+  #isWatching(id) {
+    return id === this.id && !this.#runs.has(id);
+  }
+
+  /** While an answer is not complete: whether it still comes to another tab. */
+  async #watch() {
+    const { id } = this;
+    if (!isUnfinished(this.#conversation)) this.#elsewhere.delete(id);
+    else if (!this.#elsewhere.has(id)) {
+      this.#elsewhere.add(id);
+      while (this.#elsewhere.has(id) && (await comesElsewhere(id))) await pause();
+      if (!this.#elsewhere.delete(id) || !this.#isWatching(id)) return;
+      const message = this.#conversation.messages.at(-1);
+      [message.finish, message.error] = ["error", INTERRUPTED];
+      this.#views.at(-1)?.update();
+      this.#setActions();
+      this.#showBusy();
+    }
   }
 
   async send(text) {
@@ -80,6 +125,7 @@ export class Chat {
 
   stop() {
     this.#runs.get(this.id)?.stop();
+    if (this.#elsewhere.has(this.id)) tell(this.id, "stop");
   }
 
   /** Another answer to the last question. */
@@ -113,7 +159,7 @@ export class Chat {
     byId("text").focus();
     announce("Waiting for the answer.");
     const isWanted = () => this.#runs.get(conversation.id) === run; // it was not removed
-    this.#keep(conversation);
+    this.#keep(conversation, true);
     let savedAt = Date.now();
     const status = await run.read(body, () => {
       this.#draw();
@@ -121,33 +167,31 @@ export class Chat {
       savedAt = Date.now();
       this.#keep(conversation);
     });
-    if (!isWanted()) return;
-    this.#runs.delete(conversation.id);
-    this.#keep(conversation);
-    this.#finish(run, status);
-  }
-
-  async #keep(conversation) {
-    let trouble = "";
-    try {
-      const isKept = await save(conversation);
-      if (!isKept) trouble = "This browser keeps no conversations: they end with this tab.";
-      this.#saved(conversation.id);
-    } catch (error) {
-      trouble = `The conversation cannot be kept: ${error.message}`;
+    const wasWanted = isWanted();
+    if (wasWanted) {
+      this.#runs.delete(conversation.id);
+      this.#keep(conversation);
     }
-    byId("trouble").textContent = trouble;
-  }
-
-  #finish(run, status) {
-    const { conversation, message } = run;
     if (conversation === this.#conversation) {
       this.#paint(run);
       this.#setActions();
       this.#showBusy();
     }
-    announce(message.error ? `The answer failed: ${message.error}` : "The answer is complete.");
-    if (status === 401) openSettings(message.error);
+    if (wasWanted) tellEnd(message, status);
+  }
+
+  /** isAnew: also if it has been removed meanwhile. */
+  async #keep(conversation, isAnew = false) {
+    let trouble = "";
+    try {
+      const kept = await save(conversation, isAnew);
+      if (kept === "removed") return this.#lose(conversation.id);
+      if (kept === "passing") trouble = PASSING;
+      this.#saved(conversation.id);
+    } catch (error) {
+      trouble = `The conversation cannot be kept: ${error.message}`;
+    }
+    byId("trouble").textContent = trouble;
   }
 
   // --- drawing --------------------------------------------------------------------------
@@ -207,7 +251,8 @@ export class Chat {
   #paint(run) {
     const { isOver, progress } = run;
     this.#drawn = sizeOf(run.message);
-    this.#views.at(-1)?.update({ isOver, progress, aloud: true });
+    const view = this.#views.findLast(({ message }) => message === run.message);
+    view?.update({ isOver, progress, aloud: true });
   }
 
   #setActions() {
@@ -256,6 +301,24 @@ export class Chat {
       if (event.key === "Escape" && !byId("settings").open) this.stop();
     });
   }
+}
+
+function tellEnd({ error }, status) {
+  announce(error ? `The answer failed: ${error}` : "The answer is complete.");
+  if (status === 401) openSettings(error);
+}
+
+function pause() {
+  return new Promise((resolve) => setTimeout(resolve, WATCH_MILLISECONDS));
+}
+
+function isUnfinished({ messages }) {
+  const last = messages.at(-1);
+  return last?.role === "assistant" && !last.finish;
+}
+
+function sameMessage(one, other) {
+  return JSON.stringify(one) === JSON.stringify(other);
 }
 
 function fresh() {

@@ -5,7 +5,7 @@ import { byId, recall, remember } from "./dom.js";
 import { Failure, ask } from "./server.js";
 import { makeSettings, openSettings, takeDefaults } from "./settings.js";
 import { StatusView } from "./status.js";
-import { onOtherTab } from "./store.js";
+import { onTold } from "./tabs.js";
 
 const LOADING_MILLISECONDS = 1000; // between two questions while the model is loading
 const THEME = "voltapile.theme"; // theme.js reads it, too
@@ -17,9 +17,9 @@ const status = new StatusView(byId("status"));
 makeSettings(greet);
 addEventListener("hashchange", route);
 addEventListener("conversation-removed", ({ detail }) => forget(detail));
-onOtherTab(async (id) => {
-  await chat.refresh(id);
-  await showList(chat.id);
+onTold(async (id, what) => {
+  await chat.hear(id, what);
+  if (what === "saved" || what === "removed") await showList(chat.id);
 });
 byId("new").addEventListener("click", begin);
 byId("export").addEventListener("click", () => exportJson(chat.isStarted ? chat.id : ""));

@@ -1,10 +1,10 @@
 // Conversations, kept in this browser's IndexedDB; in memory alone where it has none for us.
 // Their titles lie apart, so that the list needs not read what was said. Other tabs are told.
+import { tell } from "./tabs.js";
 
 const WHOLE = "conversations";
 const TITLES = "titles"; // {id, title, changed}
 const memory = { [WHOLE]: new Map(), [TITLES]: new Map() };
-const tabs = new BroadcastChannel("voltapile");
 let opening;
 
 /** What the list shows, the newest first. */
@@ -23,23 +23,20 @@ export async function load(id) {
   return structuredClone(memory[WHOLE].get(id));
 }
 
-/** False: it is kept until the tab is closed. */
-export async function save(conversation) {
+/** isAnew: also if it was removed. "kept", "removed", or "passing": until the tab is closed. */
+export async function save(conversation, isAnew) {
   conversation.changed = Date.now();
   const { id, title, changed } = conversation;
-  await change((store, name) => store.put(name === WHOLE ? conversation : { id, title, changed }));
-  tabs.postMessage(id);
-  return Boolean(await database());
+  const row = { [WHOLE]: conversation, [TITLES]: { id, title, changed } };
+  const isThere = await change((store, name) => store.put(row[name]), isAnew ? "" : id);
+  if (!isThere) return "removed";
+  tell(id, "saved");
+  return (await database()) ? "kept" : "passing";
 }
 
 export async function remove(id) {
   await change((store) => store.delete(id));
-  tabs.postMessage(id);
-}
-
-/** `tell(id)` when another tab has saved or removed a conversation. */
-export function onOtherTab(tell) {
-  tabs.onmessage = (event) => tell(event.data);
+  tell(id, "removed");
 }
 
 async function all(name) {
@@ -48,14 +45,19 @@ async function all(name) {
   return [...memory[name].values()].map((each) => structuredClone(each));
 }
 
-/** `write(store, name)` to both, at once. */
-async function change(write) {
+/** `write(store, name)` to both, at once. False: not at all, as `id` is given and not there. */
+async function change(write, id = "") {
   const found = await database();
-  if (!found) return [WHOLE, TITLES].forEach((name) => write(inMemory(memory[name]), name));
+  if (!found) {
+    if (id && !memory[TITLES].has(id)) return false;
+    for (const name of [WHOLE, TITLES]) write(inMemory(memory[name]), name);
+    return true;
+  }
   const transaction = found.transaction([WHOLE, TITLES], "readwrite");
+  if (id && !(await done(transaction.objectStore(TITLES).count(id)))) return false;
   for (const name of [WHOLE, TITLES]) write(transaction.objectStore(name), name);
   return new Promise((resolve, reject) => {
-    transaction.oncomplete = () => resolve();
+    transaction.oncomplete = () => resolve(true);
     transaction.onabort = () => reject(transaction.error);
   });
 }

@@ -125,7 +125,7 @@ async def test_another_tab_is_heard(tab):
         "put.onsuccess = done; } }).then(() => 1)"
     )
     assert await tab.js(TITLES) == []
-    await tab.js(f"{other}.postMessage('ab')")
+    await tab.js(f"{other}.postMessage({{id: 'ab', what: 'saved'}})")
     await tab.until(f"{TITLES}.join() === 'Elsewhere'")
 
 
@@ -139,7 +139,7 @@ async def test_a_long_conversation_is_drawn_from_its_end(tab):
                 { role: "assistant", content: text, finish: "stop" },
             ];
             const messages = Array.from({ length: 200 }, (_, i) => said(i)).flat();
-            await save({ id: "long", title: "Long", created: 1, messages });
+            await save({ id: "long", title: "Long", created: 1, messages }, true);
             window.atFirst = new Promise((done) => new MutationObserver(() => {
                 const answers = [...document.querySelectorAll(".assistant")];
                 done(answers.map((each) => !!each.querySelector("h3")));
