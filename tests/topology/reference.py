@@ -54,6 +54,7 @@ CUDA = msgspec.structs.replace(
     unpacked_bytes=2.0,
     host_reserve_bytes=1 << 30,
     group_bytes=4 << 20,
+    staged_rows=8192,
 )
 
 

@@ -15,7 +15,7 @@ ngram_gather(const unsigned char* table, const long long* rows, float* out, long
   const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= count * blocks) return;
   const long long row = rows[i / blocks];
-  const long long block = is_in_order ? i : row * blocks + i % blocks;
+  const long long block = (is_in_order ? i / blocks : row) * blocks + i % blocks;
   float values[Format::length];
   float* to = out + i * Format::length;
   if (row >= 0 && row < table_rows) {
