@@ -79,6 +79,7 @@ def _describe_cuda() -> dict[str, Any]:
     from voltapile.kernels.cuda.matmul import FUSED_FROM, LIBRARY_FROM
     from voltapile.kernels.cuda.pages import KV_TYPES
     from voltapile.kernels.cuda.rows import FORMATS as WITH_HEADER
+    from voltapile.kernels.cuda.rows import MAX_ROWS
 
     return {
         "name": "cuda",
@@ -98,6 +99,7 @@ def _describe_cuda() -> dict[str, Any]:
         "unpacked_bytes": 2.0,
         "group_bytes": ROOM,
         "staged_rows": ROWS,
+        "most_tokens": MAX_ROWS,
         "choices": {"fused_from": str(FUSED_FROM), "library_from": str(LIBRARY_FROM)},
         "repacked": {
             before: (format_of(before).block_bytes, format_of(after).block_bytes)

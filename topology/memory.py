@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from voltapile.topology.plan import OptionError
-from voltapile.topology.scratch import scratch_bytes, state_bytes
+from voltapile.topology.scratch import counter_bytes, scratch_bytes, state_bytes
 from voltapile.topology.spec import Spec
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ def sizes(
     here = [layer for layer in share.layers if layer not in host_layers]
     return Sizes(
         scratch=scratch_bytes(spec, backend, share, batch, slots),
-        slots=(slots + 1) * (SLOT_BYTES + mask_bytes(spec)) + (batch + slots) * TOKEN_BYTES,
+        slots=(slots + 1) * (SLOT_BYTES + mask_bytes(spec))
+        + (batch + slots) * TOKEN_BYTES
+        + counter_bytes(spec, share),
         reserve=backend.reserve_bytes,
         page=tuple(page_bytes(group, share, here) for group in caches),
         most=_most(caches, load),

@@ -47,6 +47,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     # Of formats that change at load: bytes of a block in the file, and then.
     repacked: dict[str, tuple[int, int]] = {}
     splits_positions: bool = False  # ranks may share out keys and values by position
+    most_tokens: int = 0  # of a step, for each residual stream; 0: as many as memory holds
     staged_rows: int = 0  # of a table in the file, that a GPU gets at once; 0: it cannot
 
 

@@ -64,6 +64,7 @@ def _drafts(
     """One for each way of spreading the model that the options leave open."""
     _check(options)
     spec = _as_chosen(spec, options)
+    _check_tokens(spec, backend, options)
     _check_formats(spec, gguf, backend)
     machine = seen(machine, backend, options)
     warnings: list[str] = []
@@ -101,6 +102,17 @@ def _check(options: Options) -> None:
             f"--steps-in-flight {options.steps_in_flight}: expected 1 to {MOST_STEPS}, or 0 to "
             "choose"
         )
+
+
+def _check_tokens(spec: Spec, backend: Backend, options: Options) -> None:
+    """Of a step, which has a row for each slot at least. Raises PlanError."""
+    most = backend.most_tokens // spec.streams
+    for option, value in (("-b", options.batch_tokens), ("-np", options.slots)):
+        if most and value > most:
+            raise OptionError(
+                f"{option} {value}: the {backend.name} backend takes {most} tokens of this model "
+                "in a step at most"
+            )
 
 
 def _check_formats(spec: Spec, gguf: TensorTable, backend: Backend) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from voltapile.topology.plan import Backend
 
 ALLOCATION_BYTES = 64  # alignment of each scratch array
+COUNTER_BYTES = 256  # alignment of a layer's counters
 LAYER_ARRAYS = 64  # more than a layer and the ends of a step allocate
 LONGEST_BLOCK = 256  # values of a quantisation block, of which ranks may share one
 CHUNK = 64  # tokens that a delta net computes together
@@ -71,6 +72,14 @@ def state_bytes(spec: Spec, share: Share) -> int:
     return total
 
 
+def counter_bytes(spec: Spec, share: Share) -> int:
+    """How often each expert of a layer was chosen, for prompts and for generated tokens."""
+    if not spec.experts:
+        return 0
+    each = -(-16 * spec.experts.count // COUNTER_BYTES) * COUNTER_BYTES
+    return len(share.layers) * each
+
+
 def _attention(spec: Spec, share: Share, own: float) -> float:
     """For each token:
 
@@ -78,7 +87,7 @@ def _attention(spec: Spec, share: Share, own: float) -> float:
         + 4 (2 q + 2 k + v) + (4 + A) o          projections, norms of heads, output
         + (4 + A) o'                             output within whole blocks of columns
         + 4 H (v_dim + 2) + 4 D                  partial sums, output before its norm
-        + 4 q + 4 (index queries + chosen)       gate of the output; qsa
+        + 12 q + 4 (index queries + chosen)      gates, queries and gates apart; qsa
         + 4 H' (k_dim + 2 v_dim + parts + 3)     all heads' queries and answers, of runs
 
     q, o = H * key_dim, H * value_dim; k, v alike for KV heads.
@@ -89,7 +98,7 @@ def _attention(spec: Spec, share: Share, own: float) -> float:
     found = own * spec.width + 4 * (2 * q + 2 * k + v) + own * o
     found += own * (o + LONGEST_BLOCK) if share.is_part else 0
     found += 4 * heads * (spec.value_dim + 2) + 4 * spec.width
-    found += 4 * q if spec.has_output_gate else 0
+    found += 12 * q if spec.has_output_gate else 0
     if share.kv_runs:
         found += 4 * spec.heads * (spec.key_dim + 2 * spec.value_dim + share.kv_runs.parts + 3)
     if spec.indexer:

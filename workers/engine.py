@@ -47,6 +47,7 @@ from voltapile.workers.not_finite import Search
 from voltapile.workers.pooling import pooling_of
 from voltapile.workers.prompts import Found, Prompts
 from voltapile.workers.protocol import Result, Row, Sampled, Sampling, Step, Want
+from voltapile.workers.routing import Routing
 from voltapile.workers.shared import shared_tensors
 from voltapile.workers.weights import DummyWeights, FileWeights
 
@@ -64,6 +65,7 @@ class Pending:
     wants: list[Want]  # of those rows' slots
     uses: list[int]  # how often those slots had been freed or taken before
     found: dict[int, Found]  # of prompts, by the slots that answer with it
+    counted: list[int]  # layers whose counters of experts come with it
 
     @property
     def is_done(self) -> bool:
@@ -101,6 +103,9 @@ class Engine:
         self.read_bytes = weights.total if is_read else 0  # the mapped file is read when it is used
         self.copied_bytes = weights.pages.nbytes if weights.pages else 0
         self.model = model_class(spec.architecture)(spec, self.share, weights, self.ops)
+        # All ranks route alike, but where each has layers of its own.
+        is_told = self.answers or self.plan.mode == "layer"
+        self.routing = Routing(self.model.counters() if is_told else {})
         progress("caches", 0.0)
         self.caches = Caches(self.plan, self.ops, self.share, spec.vocab)
         self.model.allocate(self.plan.slots + 1)
@@ -151,13 +156,16 @@ class Engine:
         found = self.prompts.look(step.rows)
         if step.rows:
             self._compute(step.rows)
-        arrival = self.ops.fetch(self._output(sampling, wants))
+        counted = self.routing.due(began)
+        arrival = self.ops.fetch(self._output(sampling, wants) + self.routing.arrays(counted))
         uses = [self.uses[row.slot] for row in sampling]
-        return Pending(step, began, arrival, sampling, wants, uses, found)
+        return Pending(step, began, arrival, sampling, wants, uses, found, counted)
 
     def collect(self, pending: Pending) -> Result:
         """The Result of the oldest Step that is under way; waits for it."""
         found = pending.arrival.take()
+        if pending.counted:
+            self.routing.take(pending.counted, found[-len(pending.counted) :])
         rows = self._answers(pending, found) if pending.sampling else []
         began, self.last_end = max(pending.began, self.last_end), time.perf_counter()
         return Result(id=pending.step.id, rows=rows, seconds=self.last_end - began)

@@ -204,6 +204,7 @@ class Worker:
         self._drop_mail()
         self._memory = self._stats("ready", 1.0)
         self.status.memory = engine.memory()
+        self.status.routing = engine.routing
         self.status.shared_bytes = sum(each.nbytes for each in engine.shared.values())
         for purpose, (planned, allocated) in self.status.memory.items():
             self._memory.values[f"planned {purpose}"] = planned

@@ -22,6 +22,7 @@ from typing import Any
 
 from voltapile.shm.board import Board
 from voltapile.topology.plan import Plan
+from voltapile.workers.routing import Routing
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Status:
         self.rank = rank
         self.shared_bytes = 0  # of tensors that all ranks read
         self.memory: Memory = {}  # planned and allocated bytes by purpose
+        self.routing = Routing({})  # of experts
         self.steps = 0
         self.seconds = self.last_seconds = 0.0
         self.buckets = [0] * (len(BUCKETS) + 1)
@@ -126,7 +128,21 @@ class Status:
             for kind, nbytes in kinds.items()
         }
         lines += _family("memory_bytes", "gauge", "Memory as planned and as used", memory)
+        lines += self._experts(rank)
         return "\n".join(lines) + "\n"
+
+    def _experts(self, rank: str) -> list[str]:
+        if not (choices := self.routing.choices()):
+            return []
+        values = {f'{rank},phase="{phase}"': count for phase, count in choices.items()}
+        text = "Choices of experts, by all tokens in all layers"
+        lines = _family("expert_choices_total", "counter", text, values)
+        shares = {
+            f'{rank},layer="{layer}",phase="{phase}"': round(share, 4)
+            for (layer, phase), share in self.routing.shares().items()
+        }
+        text = "Part of a layer's choices that the busiest eighth of its experts had"
+        return [*lines, *_family("expert_busiest_share", "gauge", text, shares)]
 
     def _histogram(self, rank: str) -> list[str]:
         name = "voltapile_worker_step_seconds"

@@ -11,9 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 from reference import CPU, CUDA, MACHINES, MODELS, computer, golden, header, plan_for, usual
+from voltapile.kernels.backend import describe
 from voltapile.shm.gguf import Gguf
 from voltapile.topology.architectures import spec_of
-from voltapile.topology.plan import Options, Plan, PlanError, from_json, to_json, unbuilt
+from voltapile.topology.plan import (
+    OptionError,
+    Options,
+    Plan,
+    PlanError,
+    from_json,
+    to_json,
+    unbuilt,
+)
 from voltapile.topology.planner import largest_context, plan
 
 DATA = Path(__file__).parents[1] / "data"
@@ -275,3 +284,26 @@ def test_any_wish_is_planned_within_memory_or_refused_in_a_sentence(seed: int) -
             host += sum(rank.host.values()) + (used if rank.device == "cpu" else 0)
             assert rank.device == "cpu" or used + (256 << 20) <= free[rank.device], wishes
         assert host + (256 << 20) <= wishes.get("host_bytes", there.available_bytes), wishes
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        ("qwen3-8b-q4km", {"batch_tokens": 65535}, ""),
+        ("qwen3-8b-q4km", {"batch_tokens": 65536}, "-b 65536: .* takes 65535 tokens"),
+        ("qwen3-8b-q4km", {"slots": 70000}, "-np 70000: .* takes 65535 tokens"),
+        ("flash-next-q4", {"batch_tokens": 16384}, "-b 16384: .* takes 16383 tokens"),
+    ],
+)
+def test_a_step_has_no_more_tokens_than_a_grid(
+    model: str, options: dict[str, int], told: str
+) -> None:
+    """Of a model with four residual streams a quarter."""
+    backend = msgspec.structs.replace(CUDA, most_tokens=describe("cuda")["most_tokens"])
+    gguf, there = header(model), computer("x86-2xh200")
+    chosen = Options(context=512, **options)  # type: ignore[arg-type]
+    if told:
+        with pytest.raises(OptionError, match=told):
+            plan(spec_of(gguf), gguf, there, backend, chosen)
+    else:
+        assert plan(spec_of(gguf), gguf, there, backend, chosen).batch_tokens == 65535

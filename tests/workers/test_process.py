@@ -34,6 +34,7 @@ from voltapile.workers.protocol import (
     decode,
     encode,
 )
+from voltapile.workers.routing import Routing
 
 Make = Callable[..., Any]
 DEADLINE = 20.0
@@ -390,6 +391,7 @@ class LateEngine:
     def __init__(self) -> None:
         self.submitted: list[int] = []
         self.shared: dict[str, Any] = {}
+        self.routing = Routing({})
         self.computed = 0
 
     def submit(self, step: Step) -> Any:

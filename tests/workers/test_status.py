@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from voltapile.shm.board import Board
 from voltapile.topology.plan import RankPlan
 from voltapile.workers import status as module
+from voltapile.workers.routing import Routing
 from voltapile.workers.status import Status, StatusPort, answer
 
 MINE = RankPlan(
@@ -111,6 +113,16 @@ def test_metrics(board: Board, status: Status, monkeypatch: pytest.MonkeyPatch) 
     assert found["memory_bytes", "1", "host", "process", "used"] == 800
     assert found["memory_bytes", "1", "host", "planned", "shared"] == 30
     assert found["memory_bytes", "1", "host", "shared", "used"] == 29
+    assert not any("expert" in name for name, *_ in found), "there are none"
+
+
+def test_metrics_of_experts(status: Status) -> None:
+    status.routing = Routing({5: np.zeros((2, 8), np.int64)})
+    status.routing.take([5], [np.array([[1] * 8, [3, 0, 1, 0, 0, 0, 0, 0]])])
+    found = samples(status.metrics())
+    assert found["expert_choices_total", "1", "decode"] == 4
+    assert found["expert_busiest_share", "1", "5", "prompt"] == 0.125
+    assert found["expert_busiest_share", "1", "5", "decode"] == 0.75
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,11 @@ class Model(ABC):
         """Runs of texts that are about to be computed: what takes time to reach may be asked for.
         Nothing but time depends on it."""
 
+    def counters(self) -> dict[int, Array]:
+        """Of each layer with experts int64 [2, experts]: how often each was chosen, for prompts
+        and for generated tokens."""
+        return {}
+
     @abstractmethod
     def forward(
         self, batch: Batch, caches: Sequence[LayerCache], taps: Collection[int] = ()

@@ -35,6 +35,10 @@ class Hybrid(Decoder):
         blocks = cast(dict[int, Block], self.blk)
         return [block.mixer for block in blocks.values() if isinstance(block.mixer, DeltaNet)]
 
+    def counters(self) -> dict[int, Array]:
+        nets = {layer: cast(Block, block).ffn for layer, block in self.blk.items()}
+        return {layer: net.counts for layer, net in nets.items() if isinstance(net, ExpertFFN)}
+
 
 class Mixer(Protocol):
     """What mixes tokens: a delta net or attention."""

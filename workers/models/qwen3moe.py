@@ -5,6 +5,8 @@ Attributes are named after the GGUF tensors. Knows Ops and Spec; neither backend
 
 from __future__ import annotations
 
+from typing import cast
+
 from voltapile.kernels.ops import Array, Batch, Ops
 from voltapile.topology.share import Share
 from voltapile.topology.spec import Spec
@@ -15,6 +17,10 @@ from voltapile.workers.models.experts import ExpertFFN
 class Qwen3Moe(Decoder):
     def block(self, spec: Spec, share: Share, weights: Weights, layer: int, ops: Ops) -> Block:
         return Block(spec, share, weights, layer, ops)
+
+    def counters(self) -> dict[int, Array]:
+        blocks = cast(dict[int, Block], self.blk)
+        return {layer: block.ffn.counts for layer, block in blocks.items()}
 
 
 class Block:
