@@ -111,6 +111,7 @@ class _Call:
     scale: float
     softcap: float
     window: int
+    weights: DeviceArray | None
 
     @property
     def tokens(self) -> int:
@@ -133,6 +134,10 @@ class _Call:
         return np.float32(self.scale * LOG2E), np.float32(0)
 
     @property
+    def weights_ptr(self) -> int:
+        return self.weights.ptr if self.weights is not None else 0
+
+    @property
     def cache_numbers(self) -> tuple[int, ...]:
         cache = self.cache
         kinds = KINDS[cache.key_type], KINDS[cache.value_type]
@@ -149,7 +154,10 @@ def attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    weights: DeviceArray | None = None,
 ) -> DeviceArray:
+    """weights: [T, H], where log(sum(exp(score))) goes if somebody asks; a token at position -1
+    sees nothing then."""
     tokens, heads = len(batch.slots), len(head_map)
     assert q.size == tokens * heads * cache.key_dim, (q.shape, tokens, heads)
     assert max(head_map) < cache.kv_heads, (head_map, cache.kv_heads)
@@ -170,6 +178,7 @@ def attention(
         scale=scale,
         softcap=softcap,
         window=window,
+        weights=weights,
     )
     with ops.scope():
         if is_generated(tokens, len(batch.outputs)):
@@ -271,7 +280,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
             (
                 *(array.ptr for array in pointers),
                 *(call.batch.positions.ptr, call.heads.ptr, plan_ptr, partial.ptr, stats.ptr),
-                *(call.cache.tickets.ptr, call.out.ptr),
+                *(call.cache.tickets.ptr, call.out.ptr, call.weights_ptr),
                 *map(np.int32, numbers),
                 *call.factors,
                 *map(np.int32, (*ends, pieces)),
@@ -313,7 +322,7 @@ def _mixed(ops: Launcher, call: _Call) -> None:
         threads,
         (
             *(array.ptr for array in pointers),
-            *(call.heads.ptr, plan.ptr, tile_list.ptr, call.out.ptr),
+            *(call.heads.ptr, plan.ptr, tile_list.ptr, call.out.ptr, call.weights_ptr),
             *map(np.int32, (*call.cache_numbers, call.width, call.cache.pages)),
             *call.factors,
             np.int32(call.window),

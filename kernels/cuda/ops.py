@@ -23,6 +23,7 @@ from voltapile.kernels.cuda.loader import Loader
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
 from voltapile.kernels.cuda.memory import Blocks, Constants, Courier, Ring, Scratch, Uploader
 from voltapile.kernels.cuda.pinning import Pinned
+from voltapile.kernels.cuda.positions import CudaPositions
 from voltapile.kernels.cuda.repack import repacked
 from voltapile.kernels.cuda.wires import open_links
 from voltapile.kernels.group import Group
@@ -44,7 +45,7 @@ class CudaGraph:
         self._device.replay(self.recorded[0])
 
 
-class CudaOps(CudaCollectives):
+class CudaOps(CudaPositions, CudaCollectives):
     """See kernels/ops.py for the meaning of every method.
 
     number: of the GPU. choices: a Plan's. ptx: a folder of PTX to run instead of this card's code.

@@ -22,6 +22,7 @@ def _instances() -> list[Instance]:
         matmul,
         mixes,
         plain,
+        positions,
         rows,
         sampling,
         sparse,
@@ -30,7 +31,7 @@ def _instances() -> list[Instance]:
     )
 
     dense = rows, sampling, dummy, matmul, attention, heads, group
-    modules = *dense, experts, delta, states, streams, mixes, plain, sparse
+    modules = *dense, experts, delta, states, streams, mixes, plain, sparse, positions
     found = [instance for module in modules for instance in module.INSTANCES]
     assert len(set(found)) == len(found), "an instance is listed twice"
     return found

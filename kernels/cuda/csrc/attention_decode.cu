@@ -256,8 +256,7 @@ __device__ __noinline__ void join_rows(const Shared& sh, Rows mine, const int* p
         (static_cast<long long>(sh.base + t) * num_heads + mine.head(m)) * stride;
     const Part all = join_pieces(to.partial + place * to.dim + d, to.stats + place,
                                  s.last() - s.first() + 1, to.dim);
-    *reinterpret_cast<float4*>(to.attended + static_cast<long long>(sh.query[m]) * to.dim + d) =
-        divided(all.out, all.sum);
+    write_result(to, all, sh.query[m], d);
   }
 }
 
@@ -270,13 +269,14 @@ using namespace voltapile;
 // plan: null, or of attention_plan.cu: int count, -, -, -, then (first token, tokens) of each item
 // partial: float[tokens * H * stride, value_dim], stats: largest score and sum alike
 // tickets: a zero for each token or item and blockIdx.y
+// weights: null, or float[tokens * H] (Weighing)
 // What was there when the step began (slots, positions, tables, older keys and values) is read
 // before the kernel before this one has ended.
 extern "C" __global__ void VP_CLUSTER __launch_bounds__(THREADS, LEAST_BLOCKS)
 attention_decode(const float* q, const unsigned char* key_base, const unsigned char* value_base,
                  const int* table, const int* slots, const int* positions, const int* heads,
                  const int* plan, float* partial, float2* stats, unsigned* tickets,
-                 float* attended, int first, int last, int parts, int kv_heads, int num_heads,
+                 float* attended, float* weights, int first, int last, int parts, int kv_heads, int num_heads,
                  int key_dim, int value_dim, int key_kind, int value_kind, int width, int pages,
                  float scale, float cap, int window, int most, int stride, int chunk, int pieces) {
   Shared& sh = *reinterpret_cast<Shared*>(shared);
@@ -332,7 +332,8 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
 
   Sums sums;
   go_through(sums, sh, state, cap, warp, lane);
-  const Target to{attended, partial, stats, sh.pieces == 1, value_dim};
+  const Target to{attended, partial, stats, sh.pieces == 1, value_dim,
+                  {weights, positions, num_heads}};
   write_piece(sh.ends, sh.joined, sh.rows, sums, sh.used, blocks_of(start, end), rank, to, warp,
               lane);
   if (to.is_only) return;

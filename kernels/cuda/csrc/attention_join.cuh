@@ -135,13 +135,28 @@ struct Target {
   float2* stats;
   bool is_only;
   int dim;
+  Weighing weighing;
 };
+
+// Four columns of a row's result; query: token * H + head.
+__device__ __forceinline__ void write_result(const Target& to, const Part& part, long long query,
+                                             int d) {
+  float4 out = divided(part.out, part.sum);
+  if (to.weighing.weights != nullptr) {
+    if (!to.weighing.sees(query)) out = float4{0, 0, 0, 0};
+    if (d == 0) to.weighing.write(query, part.most, part.sum);
+  }
+  *reinterpret_cast<float4*>(to.attended + query * to.dim + d) = out;
+}
 
 __device__ __forceinline__ void write_part(const Target& to, const Part& part, long long slot,
                                            int d) {
-  if (!to.is_only && d == 0) to.stats[slot] = float2{part.most, part.sum};
-  *reinterpret_cast<float4*>((to.is_only ? to.attended : to.partial) + slot * to.dim + d) =
-      to.is_only ? divided(part.out, part.sum) : part.out;
+  if (to.is_only) {
+    write_result(to, part, slot, d);
+    return;
+  }
+  if (d == 0) to.stats[slot] = float2{part.most, part.sum};
+  *reinterpret_cast<float4*>(to.partial + slot * to.dim + d) = part.out;
 }
 
 // Of HALF rows, all columns: where a piece is one block's.

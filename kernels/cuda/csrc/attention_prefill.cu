@@ -198,17 +198,42 @@ __device__ __forceinline__ void write_rows(const Shared& sh,
     }
 }
 
+__device__ __forceinline__ void weigh_rows(const Shared& sh,
+                                           const Running (&running)[ROW_TILES][2],
+                                           const float (&sum)[ROW_TILES][2],
+                                           const Weighing& weighing, int warp, int lane) {
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float all = row_sum(sum[t][i]);
+      const int to = sh.out[16 * (warp * ROW_TILES + t) + Mma::row(lane, i)];
+      if (to >= 0 && Mma::pair(lane) == 0) weighing.write(to, running[t][i].m, all);
+    }
+}
+
+// Rows that see nothing become zeros, after all.
+__device__ __forceinline__ void hide_rows(const Shared& sh, float* y, const Weighing& weighing,
+                                          int dim) {
+  __syncthreads();
+  for (int m = 0; m < ROWS; ++m)
+    if (sh.out[m] >= 0 && !weighing.sees(sh.out[m]))
+      for (int d = threadIdx.x; d < dim; d += THREADS)
+        y[static_cast<long long>(sh.out[m]) * dim + d] = 0.0f;
+}
+
 }  // namespace voltapile
 
 using namespace voltapile;
 
-// grid: (tiles, KV heads); heads as in attention_decode.cu, plan and tiles as in attention_plan.cu
+// grid: (tiles, KV heads); heads and weights as in attention_decode.cu, plan and tiles as in
+// attention_plan.cu
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_prefill(const float* q, const unsigned char* key_base, const unsigned char* value_base,
                   const int* table, const int* slots, const int* positions, const int* heads,
-                  const int* plan, const int* tiles, float* y, int kv_heads, int num_heads,
-                  int key_dim, int value_dim, int key_kind, int value_kind, int width, int pages,
-                  float scale, float cap, int window) {
+                  const int* plan, const int* tiles, float* y, float* weights, int kv_heads,
+                  int num_heads, int key_dim, int value_dim, int key_kind, int value_kind,
+                  int width, int pages, float scale, float cap, int window) {
   Shared& sh = *reinterpret_cast<Shared*>(shared);
   const int number = plan[1] - 1 - blockIdx.x;  // a prompt's last rows take longest: first
   if (number < 0) return;
@@ -279,5 +304,8 @@ attention_prefill(const float* q, const unsigned char* key_base, const unsigned 
     else __syncthreads();
     page = next_page;
   }
+  const Weighing weighing{weights, positions, num_heads};
+  if (weights != nullptr) weigh_rows(sh, running, sum, weighing, warp, lane);
   write_rows(sh, out, sum, y, value_dim, warp, lane);
+  if (weights != nullptr) hide_rows(sh, y, weighing, value_dim);
 }

@@ -43,6 +43,19 @@ __device__ __forceinline__ Span span_of(int position, int limit, int window, int
   return s;
 }
 
+// For who attends to a part of the positions (kernels/positions.py): how much each row's result
+// weighs. A token at position -1 sees nothing.
+struct Weighing {
+  float* weights;  // log(sum(exp(score))) of each query head; null: nobody asks
+  const int* positions;
+  int num_heads;
+  __device__ bool sees(long long query) const { return positions[query / num_heads] >= 0; }
+  // most: the largest score to the exponent of 2; sum: of the others' powers beside it
+  __device__ void write(long long query, float most, float sum) const {
+    weights[query] = sees(query) ? __fmaf_rn(most, 0.6931471806f, logf(sum)) : -infinity();
+  }
+};
+
 // Right to about 1e-7 of 1, which a soft cap multiplies by some tens.
 __device__ __forceinline__ float tanh_fast(float x) {
   return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(2.885390082f * x));
