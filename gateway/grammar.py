@@ -7,6 +7,7 @@ llguidance is built with Rust and may be absent on POWER: then every grammar is 
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ except ImportError:  # pragma: no cover  (no wheel for this machine)
 _llguidance: Any = llguidance  # None, where it is not there
 
 MAX_SOURCE = 1 << 20  # characters of a grammar: compiling one takes a second or two at most
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 KEPT = 32  # compiled grammars
 # A row of a parser's chart, a lexer's states: what one token may cost. The work of compiling, too.
 LIMITS = {"initial_lexer_fuel": 2_000_000, "max_grammar_size": 500_000, "verbose_errors": False}
@@ -103,7 +105,17 @@ class Grammars:
             ends[token // 32] |= np.uint32(1 << token % 32)
         if matcher.is_stopped() and not matcher.is_accepting():
             raise GrammarError("nothing fits it")
+        _check_beginning(matcher.deep_copy())
         return Guide(matcher, ends)
+
+
+def _check_beginning(matcher: Any) -> None:
+    """That text which is forced from the beginning on has an end. Raises GrammarError."""
+    forced = matcher.compute_ff_tokens()
+    if forced and matcher.consume_tokens(forced):
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(f"what it forces is too long: {_first_line(matcher.get_error())}")
 
 
 class _Vocabulary:
@@ -142,9 +154,24 @@ def lark_of(gbnf: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        return str(any_to_lark(gbnf)).removeprefix("%llguidance {}").lstrip()
+        return str(any_to_lark(_plain(gbnf))).removeprefix("%llguidance {}").lstrip()
     except Exception as error:  # it raises whatever Python can
         raise GrammarError(str(error) or type(error).__name__) from error
+
+
+def _plain(gbnf: str) -> str:
+    """With characters in place of what the converter does not read: \\u, \\U and CR LF."""
+    if "::=" not in gbnf:
+        return gbnf
+    return _ESCAPE.sub(_unescaped, gbnf.replace("\r\n", "\n"))
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    code = int(escape[1] or escape[2] or "0", 16)
+    if code < 0x80:
+        return f"\\x{code:02x}" if code else escape[0]
+    is_character = code < 0x110000 and not 0xD800 <= code < 0xE000
+    return chr(code) if is_character else escape[0]
 
 
 def lark_of_regex(regex: str) -> str:

@@ -42,6 +42,20 @@ _GAUGES = (
     ("pages_total", "pages_total", "Cache pages in all"),
     ("step_seconds", "last_step_seconds", "Time of the last step, by the worker's clock"),
 )
+# The same under names that dashboards of llama-server and vLLM look for.
+_ALSO_COUNTERS = (
+    ("generated_tokens", "llamacpp:tokens_predicted"),
+    ("steps", "llamacpp:n_decode"),
+    ("prompt_tokens", "vllm:prompt_tokens"),
+    ("generated_tokens", "vllm:generation_tokens"),
+    ("preemptions", "vllm:num_preemptions"),
+)
+_ALSO_GAUGES = (
+    ("running", "llamacpp:requests_processing"),
+    ("waiting", "llamacpp:requests_deferred"),
+    ("running", "vllm:num_requests_running"),
+    ("waiting", "vllm:num_requests_waiting"),
+)
 
 
 class Metrics:
@@ -120,6 +134,7 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"voltapile_{name}", text, value=stats[field])
         for field, name, text in _GAUGES:
             yield GaugeMetricFamily(f"voltapile_{name}", text, value=stats[field])
+        yield from _also(stats)
         yield self._memory_gauge()
 
     def _memory_gauge(self) -> Metric:
@@ -133,3 +148,16 @@ class _EngineCollector(Collector):
                 gauge.add_metric([str(rank), purpose, "planned"], planned)
                 gauge.add_metric([str(rank), purpose, "allocated"], allocated)
         return gauge
+
+
+def _also(stats: dict[str, float]) -> Iterator[Metric]:
+    """For other servers' dashboards."""
+    for field, name in _ALSO_COUNTERS:
+        yield CounterMetricFamily(name, f"See {field}", value=stats[field])
+    for field, name in _ALSO_GAUGES:
+        yield GaugeMetricFamily(name, f"See {field}", value=stats[field])
+    computed = stats["prompt_tokens"] - stats["cached_tokens"]
+    yield CounterMetricFamily("llamacpp:prompt_tokens", "Those not in the cache", value=computed)
+    total = stats["pages_total"]
+    used = 1 - stats["pages_free"] / total if total else 0.0
+    yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Of the cache's pages, 0 to 1", value=used)

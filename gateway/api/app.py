@@ -17,9 +17,10 @@ from aiohttp.typedefs import Handler
 from voltapile.gateway.api.chat import chat_completions
 from voltapile.gateway.api.completions import completions
 from voltapile.gateway.api.connections import Connections
-from voltapile.gateway.api.embeddings import embeddings
+from voltapile.gateway.api.embeddings import embedding, embeddings
 from voltapile.gateway.api.errors import ApiError, error_middleware
-from voltapile.gateway.api.health import health, metrics_text
+from voltapile.gateway.api.health import health, metrics_text, version
+from voltapile.gateway.api.infill import infill
 from voltapile.gateway.api.messages import count_tokens, messages
 from voltapile.gateway.api.models import get_model, list_models
 from voltapile.gateway.api.native import completion
@@ -142,7 +143,10 @@ def _add_routes(app: web.Application, with_metrics: bool) -> None:
     route.add_post("/v1/messages", messages)
     route.add_post("/v1/messages/count_tokens", count_tokens)
     route.add_post("/completion", completion)
+    route.add_post("/infill", infill)
+    route.add_post("/embedding", embedding)
     route.add_get("/openapi.json", openapi)
+    route.add_get("/version", version)
     route.add_get("/props", props)
     route.add_get("/slots", slots)
     route.add_get("/status", status)

@@ -71,7 +71,7 @@ class Sampled(Struct, kw_only=True):
 
     model: Annotated[str, Meta(description="Any name: one model is served.")] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, description="0 and -1: all")] | None = None
     min_p: Share | None = None
     seed: Annotated[int, Meta(description="-1: a random one")] | None = None
@@ -152,12 +152,14 @@ class ChatBody(OpenAi, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Annotated[list[Any], Meta(description="for the template")] | None = None
 
 
 class CompletionBody(OpenAi, kw_only=True):
     """Texts or token ids that the model goes on from."""
 
     prompt: Prompt
+    suffix: Annotated[str, Meta(description="what comes behind the answer")] | None = None
     echo: Annotated[bool, Meta(description="the prompt begins the text")] | None = None
     logprobs: Count | Literal[False] | None = None
 
@@ -170,10 +172,33 @@ class NativeBody(Generating, kw_only=True):
     response_fields: list[str] | None = None
 
 
+class OtherFile(Struct):
+    text: str
+    filename: str | None = None
+
+
+class InfillBody(Generating, kw_only=True):
+    """llama-server's; the answer is /completion's."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[OtherFile] | None = None
+    prompt: Annotated[str, Meta(description="the answer's first words")] | None = None
+    n_probs: Count | None = None
+
+
 class EmbeddingsBody(Struct, kw_only=True):
     input: Prompt
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
+
+
+class EmbeddingBody(Struct, kw_only=True):
+    """llama-server's; content or input."""
+
+    content: Prompt = None
+    input: Prompt = None
+    embd_normalize: Literal[2] | None = None
 
 
 class AnthropicMessage(Struct):

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from voltapile.gateway.api.errors import bad_request
+from voltapile.gateway.api.errors import ApiError, bad_request
 from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.reading import Reading
 from voltapile.gateway.api.services import Services
 from voltapile.gateway.api.structured import Constraint, refused
-from voltapile.gateway.dialects.dialect import quoted
+from voltapile.gateway.dialects.dialect import Tool, quoted
 from voltapile.gateway.grammar import GrammarError, Guide, lark_of, lark_of_regex
-from voltapile.gateway.schemas import endless, explained
+from voltapile.gateway.schemas import endless, explained, json_grammar
 from voltapile.gateway.thought import ThoughtLimit
 from voltapile.gateway.tokenizer import Tokenizer
 
@@ -44,16 +44,34 @@ async def bounds_of(services: Services, options: Options, reading: Reading | Non
     param = "tools" if asked is None else asked.param
     if asked is not None and is_forced:
         raise bad_request(f"'tool_choice' forces a call, which '{param}' has no room for", param)
-    if reading is not None:
-        for i, tool in enumerate(reading.use.tools):
-            if ref := endless(tool.schema):
-                where = f"tools[{i}].function.parameters"
-                raise refused(where, f"the keyword '$ref': {ref} always holds itself")
     try:
+        if reading is not None:
+            _check_ends(reading.use.tools)
         guide = await asyncio.to_thread(_guide, services, asked, reading)
     except GrammarError as error:
+        if reading is not None:
+            await asyncio.to_thread(_check_each, services, reading.use.tools)
         raise refused(param, explained(str(error))) from error
     return Bounds(guide, limit)
+
+
+def _check_ends(tools: Sequence[Tool]) -> None:
+    for tool in tools:
+        if ref := endless(tool.schema):
+            raise _refused_tool(tool, f"the keyword '$ref': {ref} always holds itself")
+
+
+def _check_each(services: Services, tools: Sequence[Tool]) -> None:
+    """Whose fault it is, if one of them cannot be compiled."""
+    for tool in tools:
+        try:
+            services.grammars.guide(json_grammar(tool.schema))
+        except GrammarError as error:
+            raise _refused_tool(tool, explained(str(error))) from error
+
+
+def _refused_tool(tool: Tool, why: str) -> ApiError:
+    return refused("tools", f"the parameters of '{tool.name}': {why}")
 
 
 def _guide(services: Services, asked: Constraint | None, reading: Reading | None) -> Guide:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -10,9 +11,10 @@ from voltapile.gateway.api.answer import answer
 from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.echo import Echo
 from voltapile.gateway.api.generate import Delta, Outcome, started
+from voltapile.gateway.api.infill import filler_of
 from voltapile.gateway.api.logprobs import NO_LOGPROBS, completion_logprobs
 from voltapile.gateway.api.prompt import completion_prompts
-from voltapile.gateway.api.schema import completion_request
+from voltapile.gateway.api.schema import CompletionRequest, completion_request
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 
 
@@ -41,12 +43,22 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request)
     known = services.tokenizer.vocab_size, services.defaults
     asked = await off_loop(len(body), completion_request, body, *known)
+    if asked.suffix:
+        asked = await off_loop(len(body), _with_gaps, services, asked)
     prompts = await completion_prompts(services, asked)
     echoes = _echoes(services, asked.prompts, prompts) if asked.echo else None
     bounds = await bounds_of(services, asked.options)
     client = client_of(request)
     generations = started(services, prompts, asked.options, client, echoes, bounds=bounds)
     return await answer(request, services, CompletionShape(), generations, asked.options)
+
+
+def _with_gaps(services: Services, asked: CompletionRequest) -> CompletionRequest:
+    """The prompts as those of a model that fills in what stands before the suffix."""
+    filler = filler_of(services)
+    prompts = [filler.prompt(str(each), asked.suffix) for each in asked.prompts]
+    options = replace(asked.options, stop_ids=[*asked.options.stop_ids, *filler.ends])
+    return replace(asked, prompts=prompts, options=options)
 
 
 def _echoes(

@@ -72,5 +72,8 @@ def _error(status: int, message: str | None) -> ApiError:
     if status >= 500:
         return ApiError(status, "internal error", kind="server_error", code="internal_error")
     first = (message or "").strip().partition("\n")[0].rstrip(" :")
+    if "content-encoding" in first and "install" in first:  # what aiohttp says of br and zstd
+        text = "a body may be compressed with gzip or deflate only"
+        return ApiError(415, text, code="unsupported_encoding")
     text = f"this is not HTTP as it should be: {first}" if first else "this is not HTTP"
     return ApiError(status, text, code="bad_http")

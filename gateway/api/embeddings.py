@@ -1,6 +1,7 @@
-"""POST /v1/embeddings: texts as vectors, the model's last hidden states pooled and of length 1.
+"""POST /v1/embeddings and llama-server's /embedding: texts as vectors, the model's last hidden
+states pooled and of length 1.
 
-How they are pooled is the worker's matter, from the model's file. It knows only OpenAI's body.
+How they are pooled is the worker's matter, from the model's file. It knows only the bodies.
 """
 
 from __future__ import annotations
@@ -33,13 +34,7 @@ async def embeddings(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     body = await read_body(request)
     asked = await off_loop(len(body), embeddings_request, body, services.tokenizer.vocab_size)
-    prompts = await completion_prompts(services, asked.inputs, "input")
-    generations = started(services, prompts, asked.inputs.options, client_of(request))
-    try:
-        await asyncio.gather(*(generation.whole() for generation in generations))
-    finally:
-        for generation in generations:
-            generation.close()
+    generations = await _computed(request, asked.inputs, "input")
     counts = usage(generations)
     answer = {
         "object": "list",
@@ -48,6 +43,30 @@ async def embeddings(request: web.Request) -> web.Response:
         "usage": dict.fromkeys(("prompt_tokens", "total_tokens"), counts["prompt_tokens"]),
     }
     return json_response(answer)
+
+
+async def embedding(request: web.Request) -> web.Response:
+    """{"content"} -> [{"index", "embedding": [vector]}]"""
+    body = await read_body(request)
+    vocab_size = request.app[SERVICES].tokenizer.vocab_size
+    inputs, name = await off_loop(len(body), _native_inputs, body, vocab_size)
+    generations = await _computed(request, inputs, name)
+    vectors = [{"index": each.index, "embedding": [_vector(each).tolist()]} for each in generations]
+    return json_response(vectors)
+
+
+async def _computed(
+    request: web.Request, inputs: CompletionRequest, param: str
+) -> list[Generation]:
+    services = request.app[SERVICES]
+    prompts = await completion_prompts(services, inputs, param)
+    generations = started(services, prompts, inputs.options, client_of(request))
+    try:
+        await asyncio.gather(*(generation.whole() for generation in generations))
+    finally:
+        for generation in generations:
+            generation.close()
+    return generations
 
 
 def embeddings_request(body: bytes, vocab_size: int) -> EmbeddingsRequest:
@@ -60,19 +79,39 @@ def embeddings_request(body: bytes, vocab_size: int) -> EmbeddingsRequest:
     if fields.values.get("dimensions") is not None:
         message = "'dimensions' is not supported: a vector has as many as the model's hidden state"
         raise bad_request(message, "dimensions", "unsupported_parameter")
-    inputs = CompletionRequest(
-        prompts=prompt_list(fields.values.get("input"), "input", MAX_INPUTS, vocab_size),
-        echo=False,
-        options=Options(max_tokens=0, temperature=0.0, hidden=True),
-        body_bytes=len(body),
-    )
+    inputs = _inputs(fields, "input", vocab_size, len(body))
     return EmbeddingsRequest(inputs, form == "base64")
 
 
-def _embedding(generation: Generation, is_base64: bool) -> dict[str, Any]:
+def _native_inputs(body: bytes, vocab_size: int) -> tuple[CompletionRequest, str]:
+    """And under which name they came."""
+    fields = Fields.parse(body)
+    name = "embd_normalize"
+    if fields.values.get(name) not in (None, 2):
+        raise bad_request(f"'{name}' can only be 2: length 1", name, "unsupported_parameter")
+    given = "input" if fields.values.get("content") is None else "content"
+    if fields.values.get(given) is None:
+        raise bad_request("'content' is missing", "content", "missing_required_parameter")
+    return _inputs(fields, given, vocab_size, len(body)), given
+
+
+def _inputs(fields: Fields, name: str, vocab_size: int, body_bytes: int) -> CompletionRequest:
+    return CompletionRequest(
+        prompts=prompt_list(fields.values.get(name), name, MAX_INPUTS, vocab_size),
+        echo=False,
+        options=Options(max_tokens=0, temperature=0.0, hidden=True),
+        body_bytes=body_bytes,
+    )
+
+
+def _vector(generation: Generation) -> np.ndarray:
     if generation.hidden is None:
         raise engine_error("the worker sent no hidden state")
-    vector = unit(generation.hidden)
+    return unit(generation.hidden)
+
+
+def _embedding(generation: Generation, is_base64: bool) -> dict[str, Any]:
+    vector = _vector(generation)
     value: Any = vector.tolist()
     if is_base64:
         value = base64.b64encode(vector.astype("<f4").tobytes()).decode()

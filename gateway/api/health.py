@@ -1,4 +1,4 @@
-"""GET /health and /metrics: for load balancers, supervisors and Prometheus."""
+"""GET /health, /version and /metrics: for load balancers, supervisors and Prometheus."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 from voltapile.gateway.api.errors import json_response
+from voltapile.gateway.api.openapi import VERSION
 from voltapile.gateway.api.services import SERVICES
 from voltapile.gateway.engine import EngineUnavailable, Health
 from voltapile.gateway.gather import gather
@@ -20,6 +21,10 @@ async def health(request: web.Request) -> web.Response:
         return json_response({"status": "ok"})
     retry = {"Retry-After": str(EngineUnavailable("").retry_after)}
     return json_response(_reasons(now), status=503, headers=retry)
+
+
+async def version(request: web.Request) -> web.Response:
+    return json_response({"version": VERSION})
 
 
 async def metrics_text(request: web.Request) -> web.Response:

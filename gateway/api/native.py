@@ -29,7 +29,13 @@ async def completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request)
     known = services.tokenizer.vocab_size, services.defaults
     asked = await off_loop(len(body), native_request, body, *known)
-    prompts = await off_loop(len(body), _encoded, services.tokenizer, asked.prompts)
+    return await native_answer(request, services, asked)
+
+
+async def native_answer(
+    request: web.Request, services: Services, asked: NativeRequest
+) -> web.StreamResponse:
+    prompts = await off_loop(asked.body_bytes, _encoded, services.tokenizer, asked.prompts)
     prompts = [checked(ids, services.plan.context, "prompt") for ids in prompts]
     bounds = await bounds_of(services, asked.options)
     generations = started(services, prompts, asked.options, client_of(request), bounds=bounds)

@@ -48,24 +48,27 @@ class NativeRequest:
 
 def native_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS) -> NativeRequest:
     fields = Fields.parse(body)
+    prompts, is_list = native_prompts(fields.values.get("prompt"), vocab_size)
+    return NativeRequest(
+        prompts=prompts,
+        is_list=is_list,
+        options=native_options(fields, vocab_size, defaults),
+        response_fields=_response_fields(fields),
+        body_bytes=len(body),
+    )
+
+
+def native_options(fields: Fields, vocab_size: int, defaults: Defaults) -> Options:
     for name, neutral in REFUSED.items():
         value = fields.values.get(name)
         if value is not None and value not in neutral:
             raise bad_request(f"'{name}' is not supported", name, "unsupported_parameter")
-    prompts, is_list = native_prompts(fields.values.get("prompt"), vocab_size)
-    options = read_options(
+    return read_options(
         Fields(_renamed(fields.over(defaults))),
         default_tokens=UNLIMITED,
         least_tokens=0,
         logprobs=_probabilities(fields),
         vocab_size=vocab_size,
-    )
-    return NativeRequest(
-        prompts=prompts,
-        is_list=is_list,
-        options=options,
-        response_fields=_response_fields(fields),
-        body_bytes=len(body),
     )
 
 

@@ -25,6 +25,7 @@ MAX_CHOICES = 16
 MAX_BIAS = 100.0
 NEVER = -math.inf  # llama-server's false
 UNLIMITED = -1
+LEAST_TOP_P = 1e-6  # the most likely token alone, as 0 means it
 
 Defaults = Mapping[str, Any]  # fields of a request that names none, as the server was told
 NO_DEFAULTS: Defaults = {}
@@ -47,7 +48,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "chat_template": (),
-    "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -104,7 +104,7 @@ def read_options(
     return Options(
         max_tokens=_max_tokens(fields, default_tokens, least_tokens),
         temperature=fields.number("temperature", 1.0, 0.0, 100.0),
-        top_p=fields.number("top_p", 1.0, 0.0, 1.0, above_low=True),
+        top_p=max(fields.number("top_p", 1.0, 0.0, 1.0), LEAST_TOP_P),
         top_k=_top_k(fields),
         min_p=fields.number("min_p", 0.0, 0.0, 1.0),
         repetition_penalty=_repetition_penalty(fields),

@@ -47,6 +47,7 @@ class CompletionRequest:
     echo: bool
     options: Options
     body_bytes: int
+    suffix: str = ""  # what comes behind the answer
 
 
 def chat_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
@@ -93,7 +94,12 @@ def completion_request(
     if len(prompts) * options.n > MAX_PROMPTS:
         message = f"{len(prompts)} prompts, {options.n} times each; at most {MAX_PROMPTS} at once"
         raise bad_request(message, "n", "out_of_range")
-    return CompletionRequest(prompts=prompts, echo=echo, options=options, body_bytes=len(body))
+    suffix = fields.text("suffix") or ""
+    if suffix and (echo or not all(isinstance(prompt, str) for prompt in prompts)):
+        raise bad_request("'suffix' needs texts in 'prompt', and no 'echo'", "suffix")
+    return CompletionRequest(
+        prompts=prompts, echo=echo, options=options, body_bytes=len(body), suffix=suffix
+    )
 
 
 def _check_ignored(fields: Fields) -> None:
@@ -151,6 +157,8 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
         told["enable_thinking"] = False
     if fields.values.get("enable_thinking") is not None:
         told["enable_thinking"] = fields.flag("enable_thinking")
+    if fields.values.get("documents") is not None:
+        told["documents"] = fields.list("documents")
     is_ended = not fields.flag("add_generation_prompt", default=True)
     if is_ended and not fields.flag("continue_final_message"):
         told["add_generation_prompt"] = False

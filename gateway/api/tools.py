@@ -110,7 +110,17 @@ def _tool(tool: Any, param: str) -> Tool:
         raise _wrong(f"{param}.function.description", "a string", description)
     if schema is not None and not isinstance(schema, dict):
         raise _wrong(f"{param}.function.parameters", "an object", schema)
-    return Tool(name, description or "", schema or NO_SCHEMA)
+    return Tool(name, description or "", _of_object(schema, f"{param}.function.parameters"))
+
+
+def _of_object(schema: dict[str, Any] | None, param: str) -> dict[str, Any]:
+    """What the schema leaves open: arguments are an object."""
+    if not schema:
+        return NO_SCHEMA
+    if schema.get("type", "object") != "object":
+        message = f"'{param}' must be the schema of an object: arguments have names"
+        raise bad_request(message, f"{param}.type", "invalid_schema")
+    return {"type": "object", **schema}
 
 
 def _choice(value: Any) -> tuple[str, list[str]]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 # No more space between the parts of an answer than a printed one has: small models never end it.
-JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
+# oneOf is read as anyOf, as in other servers, where its branches may not exclude each other.
+JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}", "coerce_one_of": True}
 Messages = list[dict[str, Any]]
 
 

@@ -101,6 +101,26 @@ def test_gbnf(grammars):
     assert not fits(grammars.guide(lark), "maybe")
 
 
+@pytest.mark.parametrize(
+    ("gbnf", "text"),
+    [
+        (r'root ::= "\u00e9" [\u4e00-\u4e8c]', "é一"),
+        (r'root ::= "\U0001F600\\u00e9"', "😀\\u00e9"),
+        (r'root ::= "\u0022\u005c" [\u005d]', '"\\]'),
+        ('root ::= a\r\na ::= "x"\r\n', "x"),
+        ('start: "\\u00e9"', "é"),
+    ],
+)
+def test_characters_of_gbnf(grammars, gbnf, text):
+    assert fits(grammars.guide(lark_of(gbnf)), text)
+
+
+@pytest.mark.parametrize("lark", ['start: "a" start', 'start: "b" more\nmore: "a" more'])
+def test_what_forces_text_without_an_end(grammars, lark):
+    with pytest.raises(GrammarError, match="too long"):
+        grammars.guide(lark)
+
+
 def test_regex(grammars):
     assert fits(grammars.guide(lark_of_regex("[0-9]{2}/x")), "12/x")
 

@@ -24,6 +24,19 @@ def test_the_engine_is_read_at_every_scrape():
     assert read(metrics)["voltapile_requests_waiting",] == 1
 
 
+def test_names_that_other_servers_dashboards_look_for():
+    stats = EngineStats(running=2, waiting=1, prompt_tokens=9, cached_tokens=4, generated_tokens=5)
+    stats.pages_total, stats.pages_free = 4, 1
+    samples = read(Metrics(lambda: stats))
+    for prefix in ("llamacpp:requests_processing", "vllm:num_requests_running"):
+        assert samples[prefix,] == 2
+    assert samples["llamacpp:prompt_tokens_total",] == 5
+    assert samples["llamacpp:tokens_predicted_total",] == 5
+    assert samples["vllm:prompt_tokens_total",] == 9
+    assert samples["vllm:kv_cache_usage_perc",] == 0.75
+    assert read(Metrics(EngineStats))["vllm:kv_cache_usage_perc",] == 0
+
+
 def test_every_counter_of_the_engine_is_shown():
     fields = {field for field, _, _ in module._COUNTERS + module._GAUGES}
     assert fields == set(vars(EngineStats()))

@@ -34,6 +34,8 @@ def test_references_without_an_end(schema, ref):
             "at 1(2): regex parse error:\n  (a\n  ^\nerror: x\n 12 | start: a",
             "the keyword 'pattern'",
         ),
+        ("Unsatisfiable schema: minimum (5) is greater", "the keyword 'minimum'"),
+        ("Unsatisfiable schema: incompatible types", "the keyword 'type'"),
         ("NoExtensionBias", "no answer that it allows has an end"),
         ("something else", "something else"),
     ],

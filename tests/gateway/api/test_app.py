@@ -47,6 +47,24 @@ async def test_unknown_paths_and_methods(client, method, path, status):
         assert ("Allow" in response.headers) == (status == 405)
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/rerank"), ("POST", "/reranking"), ("POST", "/slots/0?action=save"),
+     ("GET", "/lora-adapters")],
+)  # fmt: skip
+async def test_what_other_servers_have_is_told_apart_from_unknown_paths(client, method, path):
+    async with client.request(method, path) as response:
+        assert response.status == 501
+        body = await response.json()
+    assert is_error(body)
+    assert body["error"]["code"] == "not_supported"
+
+
+async def test_the_version(client):
+    async with client.get("/version") as response:
+        assert await response.json() == {"version": "0.1.0"}
+
+
 async def test_a_large_body_is_413(serve):
     client = await serve(max_body_bytes=1000)
     body = {"prompt": "x" * 2000}
@@ -99,6 +117,12 @@ class TestKeys:
                 assert is_error(body)
                 assert body["error"]["code"] == "invalid_api_key"
                 assert response.headers["WWW-Authenticate"] == "Bearer"
+
+    async def test_another_scheme_is_for_a_proxy(self, serve):
+        client = await serve(api_keys=["one"])
+        headers = {"Authorization": "Basic eDp5", "X-Api-Key": "one"}
+        async with client.get("/v1/models", headers=headers) as response:
+            assert response.status == 200
 
     async def test_clients_are_told_apart_by_key_and_address(self, serve, engine):
         client = await serve(api_keys=["one", "two"])

@@ -80,3 +80,26 @@ async def test_bad_bodies(post, fields, param):
 
 def test_a_vector_of_zeros_stays_one():
     assert unit(np.zeros(3, np.float32)).tolist() == [0.0, 0.0, 0.0]
+
+
+async def test_as_llama_server(post, engine):
+    status, body = await post("/embedding", {"content": ["a", "bc"], "embd_normalize": 2})
+    assert status == 200
+    assert [each["index"] for each in body] == [0, 1]
+    [vector] = body[1]["embedding"]
+    assert vector == pytest.approx([0.6, 0.0, -0.8])
+    assert engine.prompts == [[97], [98, 99]]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "content"),
+        ({"content": 5}, "content"),
+        ({"input": []}, "input"),
+        ({"content": "a", "embd_normalize": -1}, "embd_normalize"),
+    ],
+)
+async def test_bad_bodies_as_llama_server(post, body, param):
+    status, answer = await post("/embedding", body)
+    assert (status, answer["error"]["param"]) == (400, param)

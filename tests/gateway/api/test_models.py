@@ -9,7 +9,7 @@ async def test_the_model_is_listed(client, prefix, plan):
     assert body["object"] == "list"
     [model] = body["data"]
     assert (model["id"], model["object"]) == ("tiny/model", "model")
-    assert model["meta"]["n_ctx"] == plan.context
+    assert model["meta"]["n_ctx"] == model["max_model_len"] == plan.context
     async with client.get(f"{prefix}/models/tiny/model") as response:
         assert await response.json() == model
 

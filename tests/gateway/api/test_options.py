@@ -40,7 +40,7 @@ def test_defaults_are_openais():
         ("temperature", 101),
         ("temperature", True),
         ("temperature", "1"),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("min_p", -1),
         ("top_k", -2),
@@ -72,6 +72,8 @@ def test_defaults_are_openais():
         ("best_of", 2),
         ("logprobs", 1),
         ("logprobs", "yes"),
+        ("stop_token_ids", 5),
+        ("documents", {}),
         ("top_logprobs", 1),
         ("top_logprobs", -1),
         ("top_logprobs", True),
@@ -103,6 +105,15 @@ def test_defaults_are_openais():
 def test_bad_values_are_refused(field, value):
     error = refused(chat, **{field: value})
     assert error.param.partition(".")[0] == field
+
+
+def test_no_share_at_all_is_the_most_likely_token():
+    assert 0 < chat(top_p=0).options.top_p < 1e-5
+
+
+def test_tokens_that_end_an_answer():
+    assert chat(stop_token_ids=[1, 2]).options.stop_ids == [1, 2]
+    assert refused(chat, stop_token_ids=[1, 258]).param == "stop_token_ids[1]"
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)

@@ -184,6 +184,8 @@ async def test_an_answer_of_a_schema(post, worker, given):
         ({"grammar": 'root ::= "yes" | "no"'}, {"yes", "no"}),
         ({"guided_choice": ["a", "b"]}, {"a", "b"}),
         ({"guided_regex": "q{3}"}, {"qqq"}),
+        ({"grammar": 'root ::= "\\u00e9" | "\\U000000e9"\r\n'}, {"é"}),
+        ({"json_schema": {"oneOf": [{"const": 1}, {"const": 2}]}}, {"1", "2"}),
     ],
 )
 async def test_other_forms(post, given, texts):
@@ -295,7 +297,10 @@ LOOP = {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}
         ({"json_schema": {"$ref": "https://example.com/x.json"}}, "json_schema", "'$ref'"),
         ({"json_schema": {"$ref": "#/$defs/none"}}, "json_schema", "'$ref'"),
         ({"grammar": 3}, "grammar", "string"),
+        ({"grammar": 'root ::= "a" root'}, "grammar", "too long"),
         ({"guided_choice": [1]}, "guided_choice", "strings"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "true or"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ""),
         ({"guided_regex": "(a"}, "guided_regex", ""),
         ({"grammar": 'root ::= "a"', "json_schema": SCHEMA}, "grammar", "at once"),
         ({"tools": TOOLS, "tool_choice": "required", "json_schema": SCHEMA}, "json_schema", "call"),
@@ -310,11 +315,31 @@ async def test_bad_input_is_named(post, worker, given, param, word):
 
 
 async def test_a_tool_whose_schema_cannot_be_compiled(post):
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
-    given = {"tools": [tool], "tool_choice": "required"}
+    for parameters, word in (({"not": {}}, "'not'"), ({"properties": {"a": LOOP}} | LOOP, "$ref")):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        given = {"tools": [*TOOLS, tool], "tool_choice": "required"}
+        status, body = await post(BODY | given)
+        assert (status, body["error"]["param"]) == (400, "tools")
+        assert f"the parameters of 'f': the keyword {word}" in body["error"]["message"].replace(
+            "'$ref'", "$ref"
+        )
+
+
+@pytest.mark.parametrize(
+    "given", [{"json_schema": {}, "max_tokens": 20}, {"structured_outputs": {"json_object": True}}]
+)
+async def test_any_json(post, worker, given):
     status, body = await post(BODY | given)
-    assert (status, body["error"]["param"]) == (400, "tools")
-    assert "'not'" in body["error"]["message"]
+    assert status == 200
+    assert worker.bound == body["usage"]["completion_tokens"]
+
+
+async def test_arguments_are_an_object_where_a_schema_does_not_say_so(post):
+    parameters = {"properties": {"n": {"const": 7}}, "required": ["n"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    _, body = await post(BODY | {"tools": [tool], "tool_choice": "required"})
+    [call] = body["choices"][0]["message"]["tool_calls"][:1]
+    assert call["function"]["arguments"].startswith('{"')
 
 
 ASKED = {"messages": BODY["messages"], "max_tokens": 200}

@@ -210,6 +210,8 @@ async def test_no_calls_in_earlier_messages(post, engine, calls):
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [{"function": {"name": "f", "parameters": []}}]},
          "tools[0].function.parameters"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]},
+         "tools[0].function.parameters.type"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": 3}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
@@ -220,6 +222,12 @@ async def test_no_calls_in_earlier_messages(post, engine, calls):
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"enable_thinking": "yes"}, "enable_thinking"),
         ({"reasoning_format": "xml"}, "reasoning_format"),
+        ({"messages": [5]}, "messages[0]"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "content": "a", "reasoning_content": 5}]},
+         "messages[0].reasoning_content"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": 5}]},
+         "messages[0].tool_call_id"),
         ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
@@ -247,3 +255,11 @@ async def test_openai_client_streams_calls(serve, engine):
     assert answer.finish_reason == "tool_calls"
     assert answer.message.tool_calls[0].function.name == "look"
     assert json.loads(answer.message.tool_calls[0].function.arguments) == {"at": "é"}
+
+
+async def test_half_a_surrogate_in_a_call_is_no_fault_of_the_server(post, engine):
+    engine.say('<tool_call>{"arguments": {"at": "\\ud83d"}, "name": "look"}</tool_call>')
+    status, body = await post(PATH, BODY)
+    assert status == 200
+    [call] = body["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"at": "\ufffd"}
