@@ -3,8 +3,8 @@
 # Needs no network: bench/pack_device.sh prepares the folder device/ beforehand.
 #
 #     bench/device.sh [STAGE ...]     stages: setup build compile tests (all of: elementwise sample matmul
-#                                     attention model families serve shared virtual, which has six
-#                                     ranks on one GPU) sanitize gpu_matmul gpu_attention bench
+#                                     attention model families serve shared file_table virtual, which
+#                                     has six ranks on one GPU) sanitize gpu_matmul gpu_attention bench
 #                                     streams startup http gateway; multi ranks group want two GPUs.
 #                                     Default: what is in `all` below. setup always runs.
 #
@@ -162,9 +162,9 @@ run() {
     setup) stage 120 setup bash -c "$(declare -f setup); python='$python' site='$site' models='$models' root='$root'; setup" ;;
     build) stage 400 build bash -c "$(declare -f build); python='$python'; build" ;;
     compile) stage 300 compile $python -m voltapile.kernels.cuda --arch "$(arch)" ;;
-    elementwise | sample | matmul | attention | model | families | serve | shared)
+    elementwise | sample | matmul | attention | model | families | serve | shared | file_table)
       stage 500 "$1" bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_$1.py" ;;
-    tests) together elementwise sample matmul attention model families serve shared virtual ;;
+    tests) together elementwise sample matmul attention model families serve shared file_table virtual ;;
     sanitize) for tool in ${TOOLS:-memcheck racecheck}; do sanitize "$tool"; done ;;
     gpu_matmul | gpu_attention) [ -f "bench/$1.py" ] && stage 200 "$1" $python "bench/$1.py" ;;
     virtual)
