@@ -493,7 +493,13 @@ def test_memory_is_as_planned(
     assert total == pytest.approx(sum(planned.values()) - planned["reserve"], rel=0.02)
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("llama", "qwen2", "qwen3", "gemma3"),
+        *("qwen3moe", "qwen35", "qwen35moe", "qwen3next", "qwen4exp"),
+    ],
+)
 def test_scratch_is_enough(mini: Path, engine_for: Make, drive: Make, model: str) -> None:
     """The largest prompt step, all slots at once, and prompt probabilities stay below the plan."""
     engine = engine_for(mini / model / "model-f16.gguf", "cpu", context=1024)
@@ -507,4 +513,5 @@ def test_scratch_is_enough(mini: Path, engine_for: Make, drive: Make, model: str
     long = rng.integers(0, 650, 1000).astype(np.int32)
     assert sum(len(piece) for piece in engine.prompt_logits(long)) == 1000
     peak, planned = engine.ops.scratch_peak, engine.plan.ranks[0].memory["scratch"]
-    assert planned / 4 < peak <= planned
+    fixed = SCORES_BYTES if model == "qwen4exp" else 0  # for a context that is longer than this one
+    assert (planned - fixed) / 4 < peak <= planned

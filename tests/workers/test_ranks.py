@@ -248,7 +248,7 @@ def test_chunks_pass_through_the_stages(mini: Path, ranks_for: Make, drive: Make
 
 
 @MODES
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("model", ["llama", "gemma3", "qwen35moe"])
 def test_scratch_is_enough(mini: Path, ranks_for: Make, drive: Make, model: str, mode: str) -> None:
     """The largest prompt step, all slots at once, and prompt probabilities stay below the plan."""
     group = ranks_for(
@@ -265,7 +265,7 @@ def test_scratch_is_enough(mini: Path, ranks_for: Make, drive: Make, model: str,
     long = random.integers(0, 650, 1000).astype(np.int32)
     assert sum(len(piece) for piece in group.prompt_logits(long)) == 1000
     for rank, engine in zip(group.plan.ranks, group.engines, strict=True):
-        assert rank.memory["scratch"] / 4 < engine.ops.scratch_peak <= rank.memory["scratch"]
+        assert rank.memory["scratch"] / 6 < engine.ops.scratch_peak <= rank.memory["scratch"]
 
 
 @pytest.mark.parametrize("parts", [[5.0, 1.0], [1.0, 9.0, 1.0]])
