@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from voltapile.kernels.ops import MAX_STOP_IDS
+from voltapile.topology.scratch import SCORES_BYTES
 from voltapile.workers.protocol import Copy, Row, Sampling, Step, Want
 
 Make = Callable[..., Any]
