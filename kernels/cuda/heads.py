@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
-from voltapile.kernels.cuda.pages import KINDS, CudaKv
+from voltapile.kernels.cuda.pages import KINDS, LARGEST_DIM, CudaKv
 from voltapile.kernels.ops import Batch
 
-ROPE_STORE = Instance("attention_heads.cu", "rope_store", (), True, waits=True)
-INSTANCES = [ROPE_STORE]
+# By the longest head.
+ROPE_STORE = {
+    longest: Instance(
+        "attention_heads.cu", "rope_store", (("HEAD", str(longest)),), is_exact=True, waits=True
+    )
+    for longest in (128, LARGEST_DIM)
+}
+INSTANCES = list(ROPE_STORE.values())
 
 WARPS = 4  # of a block, and heads
 
@@ -44,7 +50,8 @@ def rope_store(
     sizes = heads, cache.kv_heads, dim, cache.value_dim, pairs, apart
     kinds = KINDS[cache.key_type], KINDS[cache.value_type]
     pointers = angles, cache.keys, cache.values, table, batch.slots, batch.positions
-    ops.kernel(ROPE_STORE)(
+    longest = min(each for each in ROPE_STORE if each >= max(dim, cache.value_dim))
+    ops.kernel(ROPE_STORE[longest])(
         (-(-(heads + 2 * cache.kv_heads) // WARPS), tokens),
         32 * WARPS,
         (
@@ -55,6 +62,6 @@ def rope_store(
             np.float32(eps),
             *map(np.int32, (table.shape[1], cache.pages, *kinds)),
         ),
-        4 * WARPS * dim,
+        4 * WARPS * longest,
     )
     return q

@@ -23,10 +23,10 @@ __device__ constexpr int values_of(int kind) {  // in 16 bytes
 
 // Bytes of one head in a page; of it those before the scales.
 __device__ __forceinline__ long long integer_bytes(int kind, int dim) {
-  return PAGE * dim * 16 / values_of(kind);
+  return PAGE * dim * 2 >> kind;
 }
 __device__ __forceinline__ long long head_bytes(int kind, int dim) {
-  return integer_bytes(kind, dim) + (kind == F16 ? 0 : PAGE * dim * 2 / values_of(kind));
+  return integer_bytes(kind, dim) + (kind == F16 ? 0 : PAGE * dim >> (2 + kind));
 }
 
 // Four bytes as halves, in order: the byte becomes the low bits of 1024 + byte.

@@ -11,15 +11,20 @@ store_kv(const float* k, const float* v, unsigned char* keys, unsigned char* val
   const int t = blockIdx.y, position = positions[t];
   const int page = page_of(table, slots[t], position, width, pages);
   if (page < 0) return;
-  const int key_blocks = (key_dim + 31) / 32, value_blocks = (value_dim + 31) / 32;
+  const int key_units = kv_heads * ((key_dim + 31) / 32);
   int unit = blockIdx.x * 4 + threadIdx.x / 32;
-  const bool is_value = unit >= kv_heads * key_blocks;
-  if (is_value) unit -= kv_heads * key_blocks;
-  const int blocks = is_value ? value_blocks : key_blocks, dim = is_value ? value_dim : key_dim;
-  const int head = unit / blocks, kind = is_value ? value_kind : key_kind;
+  const bool is_value = unit >= key_units;
+  if (is_value) unit -= key_units;
+  const int dim = is_value ? value_dim : key_dim, kind = is_value ? value_kind : key_kind;
+  const int head = unit / ((dim + 31) / 32), block = unit - head * ((dim + 31) / 32);
   if (head >= kv_heads) return;
-  const long long place = static_cast<long long>(page) * kv_heads + head;
-  const float* from = is_value ? v : k;
-  store((is_value ? values : keys) + place * head_bytes(kind, dim), kind, position % PAGE, dim,
-        unit % blocks, from + (static_cast<long long>(t) * kv_heads + head) * dim);
+  const int d = 32 * block + (threadIdx.x & 31), row = position & (PAGE - 1);
+  const float* from = (is_value ? v : k) + (static_cast<long long>(t) * kv_heads + head) * dim;
+  unsigned char* to = (is_value ? values : keys) +
+                      (static_cast<long long>(page) * kv_heads + head) * head_bytes(kind, dim);
+  const float value = d < dim ? from[d] : 0.0f;
+  if (kind != F16)
+    store_integers(to, kind, row, dim, block, value);
+  else if (d < dim)
+    store_half(to, row, dim, d, value);
 }

@@ -8,12 +8,13 @@ namespace voltapile {
 
 constexpr float LARGEST = 65504.0f;
 
-// The page of a token's new values; -1: none. A finished slot may go past the end.
+// The page of a token's new values; -1: none. A finished slot may go past the end. (No branch: slot
+// and position are read at once.)
 __device__ __forceinline__ int page_of(const int* table, int slot, int position, int width,
                                        int pages) {
-  if (position < 0 || position / PAGE >= width) return -1;
-  const int page = table[static_cast<long long>(slot) * width + position / PAGE];
-  return page < pages ? page : -1;
+  const unsigned place = static_cast<unsigned>(position) / PAGE, last = width - 1;
+  const int page = table[static_cast<long long>(slot) * width + min(place, last)];
+  return place <= last && page < pages ? page : -1;
 }
 
 __device__ __forceinline__ bool is_finite(float x) {
@@ -38,7 +39,7 @@ __device__ __forceinline__ Rounded round_to_bytes(float value, float most) {
   unsigned scale = half_pair(wanted, 0.0f);
   const float step = half_value(scale), inverse = step > 0.0f ? 1.0f / step : 0.0f;
   float error = 0.0f;
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < 16; ++i) {
     const float x = __shfl_sync(0xffffffffu, value, (lane & 16) | i);
     const float units = rintf(fminf(fmaxf(__fmul_rn(x, inverse), -127.0f), 127.0f));
@@ -55,14 +56,15 @@ __device__ __forceinline__ Rounded round_to_bytes(float value, float most) {
   return {scale, __float2int_rn(fminf(fmaxf(units, -127.0f), 127.0f))};
 }
 
-// A warp stores values 32 block to 32 block + 31 of one head at place `row` of its page.
-__device__ void store(unsigned char* head, int kind, int row, int dim, int block, const float* x) {
+__device__ __forceinline__ void store_half(unsigned char* head, int row, int dim, int d, float x) {
+  reinterpret_cast<half_bits*>(head)[row * dim + d] = to_half(x);
+}
+
+// A warp stores values 32 block to 32 block + 31 of one head, zeros behind its end, at place `row`
+// of its page; of a type that is not f16.
+__device__ __forceinline__ void store_integers(unsigned char* head, int kind, int row, int dim,
+                                               int block, float value) {
   const int lane = threadIdx.x & 31, d = 32 * block + lane;
-  const float value = d < dim ? x[d] : 0.0f;
-  if (kind == F16) {
-    if (d < dim) reinterpret_cast<half_bits*>(head)[row * dim + d] = to_half(value);
-    return;
-  }
   half_bits* scales = reinterpret_cast<half_bits*>(head + integer_bytes(kind, dim));
   const unsigned size = __float_as_uint(value) << 1;  // NaN is larger than all
   unsigned most = size;
@@ -71,9 +73,9 @@ __device__ void store(unsigned char* head, int kind, int row, int dim, int block
   if (kind == Q8_0) {
     const bool is_sane = most < 0xff000000u;
     const Rounded r = round_to_bytes(is_sane ? value : 0.0f, __uint_as_float(is_sane ? most >> 1 : 0));
-    if (d >= dim) return;
-    if (lane % 16 == 0) scales[(row * dim + d) / 16] = is_sane ? r.scale : 0x7e00;
-    reinterpret_cast<signed char*>(head)[row * dim + d] = static_cast<signed char>(r.value);
+    const int place = row * dim + d;
+    if (d < dim && lane % 16 == 0) scales[place / 16] = is_sane ? r.scale : 0x7e00;
+    if (d < dim) reinterpret_cast<signed char*>(head)[place] = static_cast<signed char>(r.value);
     return;
   }
   most = max(most, __shfl_xor_sync(0xffffffffu, most, 16));
