@@ -159,57 +159,72 @@ def _check_size(draft: Draft) -> None:
 def finish(draft: Draft, gguf: TensorTable) -> Plan:
     """The Plan, with the context that fits; not sealed yet."""
     layout, options = draft.layout, draft.layout.options
-    spec, backend, mode = layout.spec, layout.backend, layout.spread.mode
+    mode, load, warnings = layout.spread.mode, layout.load, list(draft.warnings)
     _check_size(draft)
-    warnings, slots = list(draft.warnings), layout.load.slots
-    context, columns = choose_context(spec, draft.budget, slots, options, warnings)
-    if options.batch_tokens < CHUNK + slots:
-        warnings.append(
-            f"-b {options.batch_tokens} has no room for {slots} slots beside a chunk of {CHUNK}"
-        )
-    warnings += _taken(layout)
-    rows = min(slots, backend.max_decode_rows) if backend.captures else 0
-    counts = layout.needs(draft.places)[0].pages(columns)
-    kinds = layout.groups[0] if layout.groups else None
+    context, columns = choose_context(layout.spec, draft.budget, load.slots, options, warnings)
+    warnings += [*_narrow(layout), *_taken(layout)]
     ranks = _ranks(draft, context, columns, warnings)
     shared = layout.shared(draft.places)
     warnings += _crowded(layout.machine, ranks, shared)
     return Plan(
         model=[os.path.abspath(path) for path in gguf.paths],
         alias=options.alias or _alias(gguf.paths[0]),
-        architecture=spec.architecture,
-        backend=backend.name,
+        architecture=layout.spec.architecture,
+        backend=layout.backend.name,
         mode=mode,
         endpoint=options.endpoint,
         context=context,
-        slots=slots,
+        slots=load.slots,
         batch_tokens=options.batch_tokens,
-        buckets=list(range(1, rows + 1)),
-        steps_in_flight=layout.load.steps_in_flight,
+        buckets=_buckets(layout),
+        steps_in_flight=load.steps_in_flight,
         answer_rank=len(layout.spread.shares) - 1 if mode == "layer" else 0,
         ranks=ranks,
-        caches=[
-            msgspec.structs.replace(group, pages=count)
-            for group, count in zip(layout.groups, counts, strict=True)
-        ],
+        caches=_caches(draft, columns),
         islands=_islands(layout),
         has_states=any(need.state for need in layout.needs(draft.places)),
-        checkpoints=layout.load.checkpoints,
-        checkpoint_tokens=options.checkpoint_tokens if layout.load.checkpoints else 0,
+        checkpoints=load.checkpoints,
+        checkpoint_tokens=options.checkpoint_tokens if load.checkpoints else 0,
         tensors=_placements(gguf, draft),
         shared=shared,
         staged=layout.staged(draft.places),
         overrides=_overrides(draft),
-        choices={
-            "cache_type_k": kinds.key_type if kinds else "",
-            "cache_type_v": kinds.value_type if kinds else "",
-            "prefill_chunk": str(CHUNK),
-            **chosen(options),
-            **backend.choices,
-        },
+        choices=_choices(layout),
         warnings=warnings,
         notes=_notes(draft),
     )
+
+
+def _buckets(layout: Layout) -> list[int]:
+    """Sizes of recorded steps, in rows."""
+    backend = layout.backend
+    most = min(layout.load.slots, backend.max_decode_rows) if backend.captures else 0
+    return list(range(1, most + 1))
+
+
+def _caches(draft: Draft, columns: int) -> list[CacheGroup]:
+    counts = draft.layout.needs(draft.places)[0].pages(columns)
+    both = zip(draft.layout.groups, counts, strict=True)
+    return [msgspec.structs.replace(group, pages=count) for group, count in both]
+
+
+def _choices(layout: Layout) -> dict[str, str]:
+    kinds = layout.groups[0] if layout.groups else None
+    return {
+        "cache_type_k": kinds.key_type if kinds else "",
+        "cache_type_v": kinds.value_type if kinds else "",
+        "prefill_chunk": str(CHUNK),
+        **chosen(layout.options),
+        **layout.backend.choices,
+    }
+
+
+def _narrow(layout: Layout) -> list[str]:
+    """A warning of steps that are too small."""
+    batch, slots = layout.load.batch, layout.load.slots
+    if batch >= CHUNK + slots:
+        return []
+    return [f"-b {batch} has no room for {slots} slots beside a chunk of {CHUNK}"]
 
 
 def _islands(layout: Layout) -> list[int]:

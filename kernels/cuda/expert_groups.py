@@ -6,7 +6,7 @@ cupy nor models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from voltapile.kernels.cuda import gemm
@@ -72,7 +72,7 @@ def _grouped(
     out: DeviceArray,
     adds: bool,
 ) -> None:
-    (gate, _, down), (chosen, shares), (places, first) = weights, routing, table
+    (gate, _, down), (chosen, _), (places, first) = weights, routing, table
     used, (count, inner_width, width) = chosen.shape[1], gate.shape
     pairs, own = chosen.size, (np.int32(count), np.int32(first))
     most = -(-pairs // _tokens(ops)) + min(count, pairs)
@@ -80,31 +80,33 @@ def _grouped(
     ops.kernel(PLAN)(
         (1,), 1024, (chosen.ptr, order.ptr, tiles.ptr, np.int32(pairs), *own, np.int32(most))
     )
-    parts = ops.scratch((pairs, width))
+    parts, where = ops.scratch((pairs, width)), (places.ptr, tiles.ptr, order.ptr)
     with ops.scope():
         inner = ops.scratch((pairs, inner_width))
-        with ops.scope():
-            halves = gemm.halves_of(ops, x, [gate])[False]
-            ops.kernel(GROUP_UP[gate.type_name])(
-                (-(-inner_width // 64), most),
-                256,
-                (
-                    *(places.ptr, tiles.ptr, order.ptr, halves.units.ptr, halves.scales.ptr),
-                    *(inner.ptr, np.int32(used), np.int32(inner_width), np.int32(width)),
-                ),
-                shared=_shared(ops),
-            )
-        halves = gemm.halves_of(ops, inner, [down])[False]
-        ops.kernel(GROUP_DOWN[down.type_name])(
-            (-(-width // ROWS), most),
-            256,
-            (
-                *(places.ptr, tiles.ptr, order.ptr, halves.units.ptr, halves.scales.ptr),
-                *(parts.ptr, np.int32(width), np.int32(inner_width)),
-            ),
-            shared=_shared(ops),
+        grid = -(-inner_width // 64), most
+        _tiled(ops, GROUP_UP, gate, x, where, inner, grid, (used, inner_width, width))
+        grid = -(-width // ROWS), most
+        _tiled(ops, GROUP_DOWN, down, inner, where, parts, grid, (width, inner_width))
+    join(ops, routing, parts, None, out, own, adds)
+
+
+def _tiled(
+    ops: Launcher,
+    instances: Mapping[str, Instance],
+    weight: CudaWeight,
+    x: DeviceArray,
+    where: tuple[int, int, int],
+    out: DeviceArray,
+    grid: tuple[int, int],
+    sizes: tuple[int, ...],
+) -> None:
+    """A product with every tile's expert. where: the experts' places, tiles, pairs in order."""
+    with ops.scope():
+        halves = gemm.halves_of(ops, x, [weight])[False]
+        pointers = *where, halves.units.ptr, halves.scales.ptr, out.ptr
+        ops.kernel(instances[weight.type_name])(
+            grid, 256, (*pointers, *map(np.int32, sizes)), shared=_shared(ops)
         )
-    join(ops, (chosen, shares), parts, None, out, own, adds)
 
 
 def join(

@@ -70,27 +70,40 @@ def stream_in(
         return
     inject = down if mix.inject is None else _own(mix.inject)
     streams = x.ptr, *((0, 0) if before is None else (each.ptr for each in before)), norm.ptr
-    name, at_once, sizes = down.type_name, TOKENS[tokens > 1], (tokens, width, low, injects)
-    turns = -(-tokens // at_once)
+    sizes = tokens, width, low, injects
     with ops.scope():
         parts = ops.scratch((tokens, STREAMS, low + injects))
-        factors = ops.scratch((tokens, STREAMS))
-        found = parts.ptr, factors.ptr
-        ops.kernel(DOWN[name, at_once])(
-            (STREAMS * -(-(low + injects) // ROWS[name]), turns),
-            32 * -(-width // (32 * EIGHT)),
-            (*streams, down.ptr, inject.ptr, *found, *map(np.int32, sizes), np.float32(eps)),
-        )
-        deal = _deal(ops, name, width, low)
+        found = parts.ptr, ops.scratch((tokens, STREAMS)).ptr
+        _go_down(ops, (*streams, down.ptr, inject.ptr, *found), down.type_name, sizes, eps)
         ends = out.ptr, 0 if injected is None else injected.ptr
-        numbers = *sizes, deal.columns, deal.staged
-        blocks = -(-width // deal.columns)
-        ops.kernel(UP[name, at_once])(
-            (blocks, turns),
-            deal.threads,
-            (*streams, up.ptr, *found, *ends, *map(np.int32, numbers), np.float32(1 / STREAMS)),
-            shared=max(deal.shared_bytes(at_once), spread(ops, blocks * turns, 0)),
-        )
+        _come_up(ops, (*streams, up.ptr, *found, *ends), up.type_name, sizes)
+
+
+def _go_down(
+    ops: Launcher, pointers: tuple[int, ...], name: str, sizes: tuple[int, ...], eps: float
+) -> None:
+    """sizes: tokens, their width, rank of the matrices, how many are injected to."""
+    tokens, width, low, injects = sizes
+    at_once = TOKENS[tokens > 1]
+    ops.kernel(DOWN[name, at_once])(
+        (STREAMS * -(-(low + injects) // ROWS[name]), -(-tokens // at_once)),
+        32 * -(-width // (32 * EIGHT)),
+        (*pointers, *map(np.int32, sizes), np.float32(eps)),
+    )
+
+
+def _come_up(ops: Launcher, pointers: tuple[int, ...], name: str, sizes: tuple[int, ...]) -> None:
+    """sizes: as of _go_down."""
+    tokens, width, low, _ = sizes
+    at_once, deal = TOKENS[tokens > 1], _deal(ops, name, width, low)
+    blocks, turns = -(-width // deal.columns), -(-tokens // at_once)
+    numbers = *sizes, deal.columns, deal.staged
+    ops.kernel(UP[name, at_once])(
+        (blocks, turns),
+        deal.threads,
+        (*pointers, *map(np.int32, numbers), np.float32(1 / STREAMS)),
+        shared=max(deal.shared_bytes(at_once), spread(ops, blocks * turns, 0)),
+    )
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,33 @@ def choose_blocks(
     return Chosen(blocks, counts, block)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What all launches of one attention share."""
+
+    chosen: Chosen
+    q: DeviceArray
+    cache: CudaKv
+    batch: Batch
+    table: DeviceArray
+    heads: DeviceArray  # int32: where each KV head's query heads begin and end, then those
+    num_heads: int
+    parts: int  # of a KV head's query heads, ROWS in each
+    scale: float
+    out: DeviceArray
+
+    @property
+    def most(self) -> int:
+        """Blocks of a token."""
+        return self.chosen.blocks.shape[1]
+
+    @property
+    def cache_numbers(self) -> tuple[int, ...]:
+        cache = self.cache
+        kinds = KINDS[cache.key_type], KINDS[cache.value_type]
+        return cache.kv_heads, self.num_heads, cache.key_dim, cache.value_dim, *kinds
+
+
 def attention_to(
     ops: Launcher,
     chosen: Chosen,
@@ -168,68 +195,53 @@ def attention_to(
     scale: float,
 ) -> DeviceArray:
     """Rows that were generated are cut to pieces, so that many blocks share one; others are not."""
-    tokens, heads = len(q), len(head_map)
+    tokens, heads, table = len(q), len(head_map), batch.pages[group]
     assert q.size == tokens * heads * cache.key_dim, (q.shape, heads, cache.key_dim)
     out = ops.scratch((tokens, heads * cache.value_dim))
+    map_values, members = _heads_of(head_map, cache.kv_heads)
+    own = ops.constant(map_values), heads, _groups(members, ROWS)
+    call = _Call(chosen, q, cache, batch, table, *own, scale, out)
     generated = min(tokens, batch.generated)
-    longest = chosen.blocks.shape[1] * chosen.block + chosen.block
-    longest = min(longest, batch.pages[group].shape[1] * 64)
+    longest = (call.most + 1) * chosen.block
+    longest = min(longest, table.shape[1] * 64)
     parts = (0, generated, _groups(longest, PIECE)), (generated, tokens, FEWEST_PIECES)
     for first, last, pieces in parts:
         step = MAX_TOKENS if pieces == 1 else max(1, 256 // pieces)
         for start in range(first, last, step):
-            _attend(ops, chosen, q, cache, batch, group, head_map, scale, out, pieces, start,
-                    min(last, start + step))  # fmt: skip
+            with ops.scope():
+                _attend(ops, call, slice(start, min(last, start + step)), pieces)
     return out
 
 
-def _attend(
-    ops: Launcher,
-    chosen: Chosen,
-    q: DeviceArray,
-    cache: CudaKv,
-    batch: Batch,
-    group: int,
-    head_map: Sequence[int],
-    scale: float,
-    out: DeviceArray,
-    pieces: int,
-    start: int,
-    stop: int,
-) -> None:
-    tokens, heads, dim, table = stop - start, len(head_map), cache.value_dim, batch.pages[group]
-    with ops.scope():
-        found, stats = out[start:stop], out[start:stop]  # stats: of pieces alone
-        if pieces > 1:
-            found = ops.scratch((tokens, heads, pieces, dim))
-            stats = ops.scratch((tokens, heads, pieces, 2))
-        map_values, members = _heads_of(head_map, cache.kv_heads)
-        parts, most = _groups(members, ROWS), chosen.blocks.shape[1]
-        sizes = cache.kv_heads, heads, cache.key_dim, dim
-        kinds = KINDS[cache.key_type], KINDS[cache.value_type]
-        numbers = table.shape[1], cache.pages, chosen.block, most, pieces, PIECE, parts
-        rows = q[start:stop], cache.keys, cache.values, table
-        own = (batch.slots, batch.positions, chosen.blocks, chosen.counts)
-        shape = _shape_of(cache)
-        blocks = most if pieces == 1 else PIECE // chosen.block
-        ops.kernel(ATTEND[shape])(
-            (cache.kv_heads * parts * pieces, tokens),
-            32 * WARPS,
-            (
-                *_pointers(*rows, *(each[start:stop] for each in own)),
-                *_pointers(ops.constant(map_values), found, stats),
-                *map(np.int32, (*sizes, *kinds, *numbers)),
-                np.float32(scale * LOG2E),
-            ),
-            shared=_shared_bytes(*shape, ops.arch) + 4 * (blocks + 2),
+def _attend(ops: Launcher, call: _Call, part: slice, pieces: int) -> None:
+    cache, chosen, out = call.cache, call.chosen, call.out[part]
+    tokens, heads, dim = len(out), call.num_heads, cache.value_dim
+    found, stats = out, out  # stats: of pieces alone
+    if pieces > 1:
+        found = ops.scratch((tokens, heads, pieces, dim))
+        stats = ops.scratch((tokens, heads, pieces, 2))
+    of_tokens = call.batch.slots, call.batch.positions, chosen.blocks, chosen.counts
+    numbers = call.table.shape[1], cache.pages, chosen.block, call.most, pieces, PIECE, call.parts
+    shape = _shape_of(cache)
+    blocks = call.most if pieces == 1 else PIECE // chosen.block
+    ops.kernel(ATTEND[shape])(
+        (cache.kv_heads * call.parts * pieces, tokens),
+        32 * WARPS,
+        (
+            *_pointers(call.q[part], cache.keys, cache.values, call.table),
+            *_pointers(*(each[part] for each in of_tokens), call.heads, found, stats),
+            *map(np.int32, (*call.cache_numbers, *numbers)),
+            np.float32(call.scale * LOG2E),
+        ),
+        shared=_shared_bytes(*shape, ops.arch) + 4 * (blocks + 2),
+    )
+    if pieces > 1:
+        ops.kernel(JOIN)(
+            (heads, tokens),
+            128,
+            (*_pointers(found, stats, out), np.int32(pieces), np.int32(dim)),
+            shared=4 * pieces,
         )
-        if pieces > 1:
-            ops.kernel(JOIN)(
-                (heads, tokens),
-                128,
-                (*_pointers(found, stats, out[start:stop]), np.int32(pieces), np.int32(dim)),
-                shared=4 * pieces,
-            )
 
 
 def _shape_of(cache: CudaKv) -> tuple[int, int]:
