@@ -1,7 +1,7 @@
 """`python -m voltapile.kernels.cuda --arch sm_70 [-k WORD]`: compile instances, print resources.
 
 With --ptx DIR: write compute_70 PTX of all of them there. With --table FILE: write the table of
-resources that tests compare with. Needs no GPU.
+resources that tests compare with, or one of another --arch to look at. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,21 +24,24 @@ from voltapile.kernels.cuda.table import INSTANCES
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m voltapile.kernels.cuda", description=__doc__)
-    parser.add_argument("--arch", default="sm_70", help="sm_70, sm_75, sm_90 ...")
+    parser.add_argument("--arch", help="sm_70 (the default), sm_75, sm_90 ...")
     parser.add_argument("-k", default="", help="only instances whose name holds this")
     parser.add_argument("-j", type=int, default=len(os.sched_getaffinity(0)), help="threads")
     parser.add_argument("--ptx", type=Path, help="write PTX for compute_70 to this folder")
-    parser.add_argument("--table", type=Path, help="write resources of sm_70 and sm_75 here")
+    parser.add_argument(
+        "--table", type=Path, help="write resources of sm_70 and sm_75, or of --arch"
+    )
     args = parser.parse_args()
+    archs = (args.arch,) if args.arch else ARCHS
     chosen = [each for each in INSTANCES if args.k in each.name]
     with ThreadPoolExecutor(args.j) as pool:
         failed = sum(
-            not told for told in pool.map(lambda each: _compile(each, args.arch, args.ptx), chosen)
+            not told for told in pool.map(lambda each: _compile(each, archs[0], args.ptx), chosen)
         )
         if args.table and not failed:
-            for arch in ARCHS:
+            for arch in archs:
                 list(pool.map(lambda each, arch=arch: resources_of(each, arch), chosen))
-            _write_table(args.table, chosen)
+            _write_table(args.table, chosen, archs)
     print(f"{len(chosen) - failed} compiled, {failed} failed")
     return min(failed, 1)
 
@@ -67,13 +71,13 @@ def _compile(instance: Instance, arch: str, ptx: Path | None) -> bool:
     return True
 
 
-def _write_table(path: Path, instances: list[Instance]) -> None:
+def _write_table(path: Path, instances: list[Instance], archs: Sequence[str]) -> None:
     """One line for each instance, so that a change is easy to see."""
-    archs = []
-    for arch, rows in table(instances).items():
+    parts = []
+    for arch, rows in table(instances, archs).items():
         lines = [f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items())]
-        archs.append(f"  {json.dumps(arch)}: {{\n" + ",\n".join(lines) + "\n  }")
-    path.write_text("{\n" + ",\n".join(archs) + "\n}\n")
+        parts.append(f"  {json.dumps(arch)}: {{\n" + ",\n".join(lines) + "\n  }")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 if __name__ == "__main__":

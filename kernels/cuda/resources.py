@@ -7,6 +7,7 @@ spill, or more than the table says, is a failure there.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,12 +55,14 @@ def parse(log: str, function: str) -> Resources:
     )
 
 
-def table(instances: list[Instance], cache: Path | None = None) -> dict[str, dict[str, list[int]]]:
+def table(
+    instances: Sequence[Instance], archs: Sequence[str] = ARCHS, cache: Path | None = None
+) -> dict[str, dict[str, list[int]]]:
     """{architecture: {instance: [registers, spilled, stack, shared]}}, as it is kept."""
     return {
         arch: {
             instance.name: list(asdict(resources_of(instance, arch, cache)).values())
             for instance in instances
         }
-        for arch in ARCHS
+        for arch in archs
     }

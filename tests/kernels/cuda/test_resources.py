@@ -14,7 +14,8 @@ import pytest
 from voltapile.kernels.cuda import nvrtc
 from voltapile.kernels.cuda.compile import compile_all
 from voltapile.kernels.cuda.launch import Instance
-from voltapile.kernels.cuda.resources import Resources, parse, resources_of
+from voltapile.kernels.cuda.resources import Resources, parse, resources_of, table
+from voltapile.kernels.cuda.rows import SOFTCAP
 from voltapile.kernels.cuda.table import INSTANCES
 
 TABLE = json.loads((Path(__file__).parent / "resources.json").read_text())
@@ -78,3 +79,12 @@ def test_a_log_is_read() -> None:
     assert parse(log, "g") == Resources(registers=9, spilled=0, stack=0, shared=0)
     with pytest.raises(ValueError, match="'h'"):
         parse(log, "h")
+
+
+def test_a_table_of_another_architecture() -> None:
+    """What spills there is for people to see; the table that tests compare with stays."""
+    found = table([SOFTCAP], ["sm_90"])
+    assert list(found) == ["sm_90"]
+    registers, spilled, _, _ = found["sm_90"]["softcap"]
+    assert registers > 0
+    assert spilled == 0
