@@ -19,6 +19,7 @@ from voltapile.workers.shared import shared_tensors
 from voltapile.workers.weights import FileWeights
 
 NAMES = ["token_embd.weight", "output.weight"]
+TABLE = "per_layer_token_embd.weight"
 
 
 class Threads:
@@ -82,17 +83,26 @@ def test_a_plan_that_shares_nothing_takes_nothing(mini: Path) -> None:
         assert found == {}
 
 
-def test_a_small_dev_shm_ends_all_ranks_alike(mini: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "names", "told"),
+    [
+        ("qwen3", NAMES, "or keep the embedding in VRAM: -ot embed=vram"),
+        ("qwen4exp", [TABLE], "or leave the n-gram table in the file: --ngram-table mapped"),
+    ],
+)
+def test_a_small_dev_shm_ends_all_ranks_alike(
+    mini: Path, monkeypatch: pytest.MonkeyPatch, model: str, names: list[str], told: str
+) -> None:
     def create(*args: Any, **options: Any) -> None:
         raise SegmentError("64 MiB of /dev/shm")
 
     monkeypatch.setattr("voltapile.kernels.group.Segment.create", create)
-    chosen = plan(2, NAMES)
+    chosen = plan(2, names)
     members = groups(2, chosen.id)
 
     def run(rank: int) -> str:
         with (
-            Gguf.open(mini / "qwen3/model-f16.gguf") as gguf,
+            Gguf.open(mini / model / "model-f16.gguf") as gguf,
             pytest.raises(SegmentError) as caught,
             shared_tensors(chosen, gguf, rank, members[rank], lambda fraction: None),
         ):
@@ -101,7 +111,7 @@ def test_a_small_dev_shm_ends_all_ranks_alike(mini: Path, monkeypatch: pytest.Mo
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(run, range(2)))
-    assert found == ["64 MiB of /dev/shm; or keep the embedding in VRAM: -ot embed=vram"] * 2
+    assert found == [f"64 MiB of /dev/shm; {told}"] * 2
 
 
 def test_weights_are_read_where_they_are_shared(mini: Path, plan_for: Callable[..., Any]) -> None:
@@ -122,3 +132,25 @@ def test_weights_are_read_where_they_are_shared(mini: Path, plan_for: Callable[.
         del ops.shared_weight
         with pytest.raises(ValueError, match="the some backend reads no weights in shared memory"):
             weights(NAMES[0])
+
+
+def test_a_table_that_stays_in_the_file_is_told_where_it_lies(
+    mini: Path, plan_for: Callable[..., Any]
+) -> None:
+    from voltapile.topology.architectures import spec_of
+
+    taken: list[Any] = []
+    ops = SimpleNamespace(name="some", file_weight=lambda *call: taken.append(call) or call)
+    path = mini / "qwen4exp/model-f16.gguf"
+    with Gguf.open(path) as gguf:
+        share, told = plan_for(path).ranks[0].share, []
+        weights = FileWeights(gguf, ops, spec_of(gguf), share, told.append, staged=[TABLE])  # type: ignore[arg-type]
+        weights(TABLE)
+        ((file, offset, kind, shape),) = taken
+        found = np.fromfile(file, np.uint8, gguf.tensors[TABLE].nbytes, offset=offset)
+        assert found.tobytes() == gguf.data(TABLE).tobytes()
+        assert (kind, shape) == ("F16", gguf.tensors[TABLE].shape)
+        assert told == [], "nothing is read yet"
+        del ops.file_weight
+        with pytest.raises(ValueError, match="the some backend reads no rows of a file"):
+            weights(TABLE)

@@ -118,9 +118,11 @@ def test_an_ngram_table_in_the_file(
         assert stage.numbers.nbytes + stage.data.nbytes == staged
         assert gpu.launches.count("call") == len(chosen.buckets) + len(engine.chunks)
         gpu.launches.clear()
+        asked: list[Any] = []
+        monkeypatch.setattr(stage, "expect", asked.append)
         steps(engine)
         assert gpu.launches.count("call") == 1, "the prompt's, which is not recorded"
-        stage._ahead.shutdown(wait=True)
+        assert len(asked) == 3, "of each row with tokens"
         stage.check()
 
 
