@@ -28,6 +28,7 @@ from voltapile.gateway.api.openapi import openapi
 from voltapile.gateway.api.options import NO_DEFAULTS, Defaults
 from voltapile.gateway.api.page import PREFIX, add_page
 from voltapile.gateway.api.props import apply_template, props, slots
+from voltapile.gateway.api.responses import responses
 from voltapile.gateway.api.services import SERVICES, Services, given_key
 from voltapile.gateway.api.status import status
 from voltapile.gateway.api.tokenize import detokenize, tokenize
@@ -138,6 +139,7 @@ def _add_routes(app: web.Application, with_metrics: bool) -> None:
         route.add_get(prefix + "/models/{id:.+}", get_model)
         route.add_post(f"{prefix}/chat/completions", chat_completions)
         route.add_post(f"{prefix}/completions", completions)
+        route.add_post(f"{prefix}/responses", responses)
         route.add_post(f"{prefix}/embeddings", embeddings)
         route.add_get(f"{prefix}/health", health)
     route.add_post("/v1/messages", messages)

@@ -155,6 +155,26 @@ class ChatBody(OpenAi, kw_only=True):
     documents: Annotated[list[Any], Meta(description="for the template")] | None = None
 
 
+class ResponsesBody(Sampled, kw_only=True):
+    """OpenAI's newer form of a chat; nothing is stored."""
+
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    enable_thinking: bool | None = None
+    reasoning_budget: Thought = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class CompletionBody(OpenAi, kw_only=True):
     """Texts or token ids that the model goes on from."""
 

@@ -55,7 +55,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 def _with_gaps(services: Services, asked: CompletionRequest) -> CompletionRequest:
     """The prompts as those of a model that fills in what stands before the suffix."""
-    filler = filler_of(services)
+    filler = filler_of(services, "suffix")
     prompts = [filler.prompt(str(each), asked.suffix) for each in asked.prompts]
     options = replace(asked.options, stop_ids=[*asked.options.stop_ids, *filler.ends])
     return replace(asked, prompts=prompts, options=options)

@@ -89,10 +89,11 @@ def _native_inputs(body: bytes, vocab_size: int) -> tuple[CompletionRequest, str
     name = "embd_normalize"
     if fields.values.get(name) not in (None, 2):
         raise bad_request(f"'{name}' can only be 2: length 1", name, "unsupported_parameter")
-    given = "input" if fields.values.get("content") is None else "content"
-    if fields.values.get(given) is None:
-        raise bad_request("'content' is missing", "content", "missing_required_parameter")
-    return _inputs(fields, given, vocab_size, len(body)), given
+    given = [key for key in ("content", "input") if fields.values.get(key) is not None]
+    if len(given) > 1:
+        raise bad_request("'content' and 'input' cannot both be given", "input")
+    name = given[0] if given else "content"
+    return _inputs(fields, name, vocab_size, len(body)), name
 
 
 def _inputs(fields: Fields, name: str, vocab_size: int, body_bytes: int) -> CompletionRequest:

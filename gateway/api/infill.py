@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
-from voltapile.gateway.api.errors import ApiError, bad_request
+from voltapile.gateway.api.errors import bad_request
 from voltapile.gateway.api.fields import Fields, kind
 from voltapile.gateway.api.native import native_answer
 from voltapile.gateway.api.native_schema import NativeRequest, native_options
@@ -27,12 +27,12 @@ async def infill(request: web.Request) -> web.StreamResponse:
     return await native_answer(request, services, asked)
 
 
-def filler_of(services: Services) -> Filler:
-    """Raises a 501 where the model fills no gaps."""
+def filler_of(services: Services, param: str) -> Filler:
+    """param: what asks for it. Raises a 400 where the model fills no gaps."""
     filler = Filler.of(services.tokenizer)
     if filler is None:
         message = "this model cannot fill in the middle: its vocabulary has no markers for that"
-        raise ApiError(501, message, kind="not_supported_error", code="not_supported")
+        raise bad_request(message, param, "not_supported")
     return filler
 
 
@@ -41,7 +41,7 @@ def _infill_request(body: bytes, services: Services) -> NativeRequest:
     before, behind = (_given(fields, name, name) for name in ("input_prefix", "input_suffix"))
     others = _others(fields.values.get("input_extra"))
     options = native_options(fields, services.tokenizer.vocab_size, services.defaults)
-    context, filler = services.plan.context, filler_of(services)
+    context, filler = services.plan.context, filler_of(services, "input_suffix")
     answer = context // 4 if options.max_tokens is None else options.max_tokens
     most = max(0, context - 1 - answer)
     prompt = filler.prompt(before, behind, others, fields.text("prompt") or "", most)

@@ -51,7 +51,10 @@ class CompletionRequest:
 
 
 def chat_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
-    fields = Fields.parse(body).over(defaults)
+    return chat_of(Fields.parse(body).over(defaults), vocab_size, len(body))
+
+
+def chat_of(fields: Fields, vocab_size: int, body_bytes: int) -> ChatRequest:
     _check_ignored(fields)
     options = read_options(
         fields,
@@ -71,7 +74,7 @@ def chat_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS)
         template_kwargs={"enable_thinking": False} | kwargs if prefill else kwargs,
         prefill=prefill,
         options=options,
-        body_bytes=len(body),
+        body_bytes=body_bytes,
         use=tool_use(fields),
         splits_reasoning=_splits_reasoning(fields),
     )

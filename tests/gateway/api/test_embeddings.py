@@ -97,6 +97,7 @@ async def test_as_llama_server(post, engine):
         ({}, "content"),
         ({"content": 5}, "content"),
         ({"input": []}, "input"),
+        ({"input": "a", "content": "a"}, "input"),
         ({"content": "a", "embd_normalize": -1}, "embd_normalize"),
     ],
 )

@@ -56,5 +56,5 @@ class TestOfModelsThatFillGaps:
 @pytest.mark.parametrize(("path", "body"), [("/infill", BODY), ("/v1/completions", BEST)])
 async def test_other_models_refuse(post, engine, path, body):
     status, answer = await post(path, body)
-    assert (status, answer["error"]["code"]) == (501, "not_supported")
+    assert (status, answer["error"]["code"]) == (400, "not_supported")
     assert engine.prompts == []

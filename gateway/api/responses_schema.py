@@ -1,0 +1,185 @@
+"""What OpenAI's clients send to /v1/responses, as the ChatRequest that a chat would have been.
+
+Items become the messages that chat templates know. Nothing is stored here, so whoever asks sends
+the whole conversation each time. It does not know how the answer looks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from voltapile.gateway.api.errors import ApiError, bad_request
+from voltapile.gateway.api.fields import Fields, kind
+from voltapile.gateway.api.options import NO_DEFAULTS, Defaults
+from voltapile.gateway.api.schema import ChatRequest, chat_of
+
+# What the chat has under the same name.
+SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "metadata",
+        "store", "seed", "stop", "top_k", "min_p", "ignore_eos", "cache_prompt", "enable_thinking",
+        "reasoning_budget", "chat_template_kwargs")  # fmt: skip
+STORED = "nothing is stored here: send the whole conversation as 'input'"
+REFUSED = {"previous_response_id": STORED, "conversation": STORED, "prompt": STORED}
+TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+
+
+def responses_request(
+    body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS
+) -> tuple[ChatRequest, Fields]:
+    """And the fields as they came: an answer repeats some."""
+    fields = Fields.parse(body)
+    for name, why in REFUSED.items():
+        if fields.values.get(name) is not None:
+            raise bad_request(why, name, "unsupported_parameter")
+    for name in ("background", "top_logprobs"):
+        if fields.values.get(name) not in (None, False, 0):
+            raise bad_request(f"'{name}' is not supported", name, "unsupported_parameter")
+    chat = {name: fields.values[name] for name in SAME if name in fields.values}
+    chat |= _limit(fields) | _form(fields) | _effort(fields)
+    chat["messages"] = _instructions(fields) + _messages(fields.values.get("input"))
+    if fields.values.get("tools") is not None:
+        tools = enumerate(fields.list("tools"))
+        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in tools]
+    chat["tool_choice"] = _choice(fields.values.get("tool_choice"))
+    return chat_of(Fields(chat).over(defaults), vocab_size, len(body)), fields
+
+
+def _limit(fields: Fields) -> dict[str, Any]:
+    name = "max_output_tokens"
+    limit = fields.integer(name)
+    if limit is not None and limit < 1:
+        raise bad_request(f"'{name}' must be at least 1, not {limit}", name, "out_of_range")
+    return {} if limit is None else {"max_completion_tokens": limit}
+
+
+def _form(fields: Fields) -> dict[str, Any]:
+    form = fields.object("text").object("format").values
+    if form.get("type") != "json_schema":
+        if form.get("type") not in (None, "text", "json_object"):
+            message = "'text.format.type' must be text, json_object or json_schema"
+            raise bad_request(message, "text.format.type")
+        return {"response_format": form} if form else {}
+    if not isinstance(form.get("schema"), dict):
+        what = f"'text.format.schema' must be an object, not {kind(form.get('schema'))}"
+        raise bad_request(what, "text.format.schema", "invalid_type")
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": form["schema"]}}}
+
+
+def _effort(fields: Fields) -> dict[str, Any]:
+    effort = fields.object("reasoning").text("effort")
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
+def _tool(tool: Any, param: str) -> Any:
+    """Only the client's own functions; those of OpenAI's servers are not here."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        name = tool.get("type") if isinstance(tool, dict) else kind(tool)
+        message = f"'{param}' is {name!r:.60}; only functions are supported"
+        raise bad_request(message, param, "unsupported_tool")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {key: tool[key] for key in names if key in tool}}
+
+
+def _choice(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "allowed_tools":
+        tools = value.get("tools")
+        named = [_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+        allowed = {"mode": value.get("mode"), "tools": named}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return {"type": "function", "function": {"name": value.get("name")}}
+
+
+def _instructions(fields: Fields) -> list[dict[str, Any]]:
+    text = fields.text("instructions")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if value is None:
+        raise bad_request("'input' is missing", "input", "missing_required_parameter")
+    if not isinstance(value, list):
+        message = f"'input' must be a string or a list, not {kind(value)}"
+        raise bad_request(message, "input", "invalid_type")
+    if not value:
+        raise bad_request("'input' must not be empty", "input")
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(value):
+        _add(messages, item, f"input[{i}]")
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
+    if not isinstance(item, dict):
+        raise bad_request(f"'{param}' must be an object, not {kind(item)}", param, "invalid_type")
+    fields = Fields(item, f"{param}.")
+    match fields.text("type") or "message":
+        case "message":
+            role = _given(fields, "role", param)
+            content = _text(item.get("content"), f"{param}.content")
+            if role == "assistant":
+                _assistants(messages)["content"] += content
+            else:
+                messages.append({"role": role, "content": content})
+        case "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            message = _assistants(messages)
+            thought = _text(parts, f"{param}.content")
+            message["reasoning_content"] = message.get("reasoning_content", "") + thought
+        case "function_call":
+            call = {
+                "id": _given(fields, "call_id", param),
+                "type": "function",
+                "function": {
+                    "name": _given(fields, "name", param),
+                    "arguments": fields.text("arguments") or "",
+                },
+            }
+            _assistants(messages).setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            call_id = _given(fields, "call_id", param)
+            output = _text(item.get("output"), f"{param}.output")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        case other:
+            raise _unknown(other, param)
+
+
+def _assistants(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """One message holds all that the model has said in a row."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(value: Any, param: str) -> str:
+    """A string, or text parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        what = f"'{param}' must be a string or a list of parts, not {kind(value)}"
+        raise bad_request(what, param, "invalid_type")
+    return "\n".join(_part(part, f"{param}[{i}]") for i, part in enumerate(value))
+
+
+def _part(part: Any, param: str) -> str:
+    name = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(name, str):
+        raise bad_request(f"'{param}' must be an object with a type", param, "invalid_type")
+    if name not in TEXTS:
+        raise _unknown(name, param)
+    return _given(Fields(part, f"{param}."), "refusal" if name == "refusal" else "text", param)
+
+
+def _given(fields: Fields, name: str, param: str) -> str:
+    value = fields.text(name)
+    if value is None:
+        where = f"{param}.{name}"
+        raise bad_request(f"'{where}' is missing", where, "missing_required_parameter")
+    return value
+
+
+def _unknown(name: str, param: str) -> ApiError:
+    what = f"'{param}' is of type '{name:.40}', which is not supported here"
+    return bad_request(what, param, "unsupported_content")

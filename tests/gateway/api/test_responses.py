@@ -1,0 +1,197 @@
+"""/v1/responses as OpenAI's clients see it."""
+
+import json
+
+import openai
+import pytest
+import pytest_asyncio
+from voltapile.gateway.request import Chunk
+from voltapile.gateway.template import ChatTemplate
+
+PATH = "/v1/responses"
+SOURCE = (
+    "{% if tools %}<tool_call></tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}){% endfor %};{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n"
+    "{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}"
+)
+TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+LOOK = {"type": "function_call", "call_id": "c", "name": "look"}
+SEEN = {"type": "function_call_output", "call_id": "c", "output": "cat"}
+
+
+@pytest.fixture(scope="module")
+def template():
+    made = ChatTemplate(SOURCE)
+    yield made
+    made.close()
+
+
+@pytest_asyncio.fixture
+async def api(serve):
+    session = await serve()
+    url = str(session._base_url / "v1")
+    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        yield client.responses
+
+
+def prompt(engine):
+    return bytes(engine.prompts[-1]).decode()
+
+
+async def test_a_text(api, engine):
+    given = {"temperature": 0.5, "max_output_tokens": 9, "metadata": {"a": "b"}}
+    answer = await api.create(model="x", input="hi", instructions="Be brief.", **given)
+    assert answer.output_text == "Hello"
+    assert (answer.status, answer.incomplete_details) == ("completed", None)
+    assert (answer.model, answer.instructions) == ("tiny/model", "Be brief.")
+    assert (answer.temperature, answer.max_output_tokens, answer.metadata) == tuple(given.values())
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (25, 6)
+    assert answer.usage.input_tokens_details.cached_tokens == 1
+    assert prompt(engine) == "system:Be brief.;user:hi;"
+    assert engine.sampling[0].max_position == 25 + 9
+
+
+async def test_what_was_cut(api, engine):
+    engine.say("Hel", finish="length")
+    answer = await api.create(model="x", input="hi")
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (answer.output[0].status, answer.output_text) == ("incomplete", "Hel")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_reasoning_words_and_calls(api, engine, streams):
+    engine.say(f"<think>\nhm\n</think>\n\nI look. {CALL}\n{CALL}")
+    asked = {"model": "x", "input": "hi", "tools": [TOOL]}
+    if streams:
+        async with api.stream(**asked) as stream:
+            seen = [event.type async for event in stream]
+            answer = await stream.get_final_response()
+        assert seen[:2] == ["response.created", "response.in_progress"]
+        assert seen[-1] == "response.completed"
+        assert seen.count("response.output_item.done") == 4
+    else:
+        answer = await api.create(**asked)
+    thought, said, *calls = answer.output
+    assert thought.content[0].text == "hm"
+    assert said.content[0].text == "I look. "
+    assert [call.name for call in calls] == ["look", "look"]
+    assert [json.loads(call.arguments) for call in calls] == [{"at": "é"}] * 2
+    assert len({call.call_id for call in calls}) == 2
+    assert all(item.status == "completed" for item in answer.output)
+
+
+async def test_events_tell_the_same_as_the_response(client, engine):
+    """Numbers without a gap, and deltas that join to what their item is."""
+    engine.say(f"<think>\nhm\n</think>\n\nYes {CALL}")
+    async with client.post(PATH, json={"input": "hi", "tools": [TOOL], "stream": True}) as response:
+        blocks = (await response.read()).decode().rstrip().split("\n\n")
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    joined = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            joined[event["item_id"]] = joined.get(event["item_id"], "") + event["delta"]
+    output = events[-1]["response"]["output"]
+    texts = [item.get("arguments") or item["content"][0]["text"] for item in output]
+    assert list(joined.values()) == texts == ["hm", "Yes ", '{"at":"é"}']
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == output
+
+
+async def test_a_stream_that_breaks(client, engine):
+    engine.script = [Chunk([72]), Chunk(finish="error", error="lost")]
+    async with client.post(PATH, json={"input": "hi", "stream": True}) as response:
+        text = (await response.read()).decode()
+    *_, failed, error = [json.loads(line[6:]) for line in text.split("\n") if line[:5] == "data:"]
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"] == {"code": "engine_error", "message": "lost"}
+    assert (error["type"], error["message"]) == ("error", "lost")
+
+
+async def test_a_conversation(post, engine):
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be."}]},
+        {"type": "message", "role": "user", "content": "hi"},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm "}]},
+        {"type": "message", "role": "assistant",
+         "content": [{"type": "output_text", "text": "I look."}]},
+        LOOK | {"arguments": '{"at": 1}'},
+        LOOK | {"arguments": ""},
+        SEEN,
+        SEEN | {"output": [{"type": "input_text", "text": "dog"}]},
+    ]  # fmt: skip
+    status, body = await post(PATH, {"input": items})
+    assert status == 200, body
+    assert prompt(engine) == (
+        'system:Be.;user:hi;assistant:hm I look.(look {"at": 1})(look {});tool:cat;tool:dog;'
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"reasoning": {"effort": "none"}}, ""),
+        ({"tools": [TOOL], "tool_choice": "none"}, ""),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+            {"type": "function", "name": "look"}]}}, "<tool_call></tool_call>"),
+        ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, ""),
+        ({"include": ["reasoning.encrypted_content"], "store": False}, ""),
+        ({"input": [{"role": "user", "content": []}]}, ""),
+    ],
+)  # fmt: skip
+async def test_what_is_taken(post, engine, given, shown):
+    status, body = await post(PATH, {"input": "hi"} | given)
+    assert status == 200, body
+    assert prompt(engine).startswith(shown + "user:")
+
+
+async def test_forms(post):
+    """Bound as the chat's: here only that they arrive there."""
+    form = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
+    status, body = await post(PATH, {"input": "hi", "text": {"format": form}})
+    assert (status, body["error"]["code"]) == (400, "invalid_schema")
+    assert "'not'" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["x"]}, "input[0]"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+         "input[0].content[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [LOOK | {"name": 5}]}, "input[0].name"),
+        ({"input": [LOOK | {"arguments": {}}]}, "input[0].arguments"),
+        ({"input": [SEEN | {"output": 5}]}, "input[0].output"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "x"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"instructions": 5}, "instructions"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": "x"}, "temperature"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": ["x"]}, "tools[0]"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"reasoning": {"effort": 5}}, "reasoning.effort"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+    ],
+)  # fmt: skip
+async def test_bad_bodies(post, engine, given, param):
+    status, body = await post(PATH, {"input": "hi"} | given)
+    assert (status, body["error"]["param"]) == (400, param), body
+    assert engine.prompts == []
