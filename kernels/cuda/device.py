@@ -90,7 +90,8 @@ class Function:
         if shared > self._shared:
             driver.funcSetAttribute(self._function.ptr, MAX_DYNAMIC_SHARED, shared)
             self._shared = shared
-        if self._early is not None:
+        follows_call, self._device.follows_call = self._device.follows_call, False
+        if self._early is not None and not follows_call:
             self._early.launch(grid, block, args, shared, self._device.stream.ptr)
             return
         self._function(grid, (block,), args, shared_mem=shared, stream=self._device.stream)
@@ -153,6 +154,7 @@ class Device:
         self.multiprocessors: int = facts["multiProcessorCount"]
         self.total_bytes: int = facts["totalGlobalMem"]
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.follows_call = False  # what comes next has no kernel before it to start beside
         self._modules: list[Any] = []
         self._library: Library | None = None
 
@@ -190,6 +192,7 @@ class Device:
     def call(self, function: int, argument: int) -> None:
         """C code on the host, in order with the kernels; see submit.call."""
         submit.call(function, argument, self.stream.ptr)
+        self.follows_call = True
 
     def wait_for(self, lane: Lane) -> None:
         """Kernels submitted from now on come after what the lane has sent."""

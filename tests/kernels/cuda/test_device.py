@@ -214,3 +214,26 @@ def test_other_errors_come_out_as_they_are(fake_cupy: Any, gpu: Any) -> None:
 
     with pytest.raises(fake_cupy.CUDARuntimeError, match="700"), device.room_for("anything"):
         raise fake_cupy.CUDARuntimeError(700)
+
+
+def test_what_follows_a_call_has_no_kernel_to_start_beside(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from voltapile.kernels.cuda import device, submit
+
+    class Early:
+        def __init__(self, function: int) -> None:
+            pass
+
+        def launch(self, *args: Any) -> None:
+            gpu.launches.append("early")
+
+    monkeypatch.setattr(submit, "Submission", Early)
+    monkeypatch.setattr(submit, "call", lambda *args: gpu.launches.append(args))
+    card = device.Device(0)
+    kernel = card.function(b"", "plain", is_early=True)
+    kernel((1,), 32, ())
+    card.call(5, 6)
+    kernel((1,), 32, ())
+    kernel((1,), 32, ())
+    assert gpu.launches == ["early", (5, 6, card.stream.ptr), "plain", "early"]
