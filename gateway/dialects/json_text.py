@@ -11,6 +11,7 @@ import re
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SPACE = " \t\r\n"
+_LOST = "\\ufffd"
 _CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -28,6 +29,7 @@ class JsonScanner:
         self._stack: list[str] = []  # what closes each open object and list
         self._state = "value"  # value, item, key, name, colon, after, string
         self._held = ""  # an escape, a number or a word that is not complete
+        self._high = ""  # the escape of the first half of a surrogate pair
         self._ahead = ""  # a comma, a name and its colon, until a value follows
         self._is_name = False  # the open string
         self._out: list[str] = []
@@ -53,6 +55,8 @@ class JsonScanner:
         return text + "".join(reversed(self._stack))
 
     def _give(self, text: str) -> None:
+        if self._high:
+            text, self._high = _LOST + text, ""
         if self._is_name:
             self._ahead += text
             return
@@ -87,8 +91,20 @@ class JsonScanner:
         self.used += 1
         self._held = held
         if not is_hex or len(held) == 6:
-            self._give(held)
             self._held = ""
+            self._give_escape(held)
+
+    def _give_escape(self, escape: str) -> None:
+        """Halves of a pair leave together; alone they are no character."""
+        code = int(escape[2:], 16) if escape[1] == "u" else 0
+        if 0xDC00 <= code < 0xE000:
+            escape = self._high + escape if self._high else _LOST
+            self._high = ""
+        is_high = 0xD800 <= code < 0xDC00
+        if not is_high or self._high:
+            self._give("" if is_high else escape)
+        if is_high:
+            self._high = escape
 
     def _in_word(self, character: str) -> None:
         if character not in ",]}" and character not in _SPACE:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from voltapile.gateway.dialects.json_text import JsonScanner
 
@@ -15,6 +15,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(), VALUES), st.sampled_from([None, 2]), st.booleans(), st.data())
 def test_json_in_pieces(value, indent, ascii_only, data):
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
@@ -42,6 +43,25 @@ def test_what_is_no_json(text):
     scanner = JsonScanner()
     scanner.feed(text)
     assert scanner.is_broken
+
+
+@pytest.mark.parametrize(
+    ("text", "given_out"),
+    [
+        (r'{"a":"\ud83d\ude00"}', r'{"a":"\ud83d\ude00"}'),
+        (r'{"a":"\ud83d\ud83d\ude00"}', r'{"a":"\ufffd\ud83d\ude00"}'),
+        (r'{"a":"\ud83dx"}', r'{"a":"\ufffdx"}'),
+        (r'{"a":"\ud83d"}', r'{"a":"\ufffd"}'),
+        (r'{"a":"\ude00"}', r'{"a":"\ufffd"}'),
+        (r'{"\ud83d\n":1}', r'{"\ufffd\n":1}'),
+        (r'{"a":"\ud83d', '{"a":"'),
+    ],
+)
+def test_halves_of_surrogate_pairs(text, given_out):
+    """Many clients' parsers refuse them."""
+    for pieces in ([text], text):
+        scanner = JsonScanner()
+        assert "".join(map(scanner.feed, pieces)) == given_out
 
 
 def test_it_stops_behind_the_value():
