@@ -98,6 +98,7 @@ def _describe_cuda() -> dict[str, Any]:
         "workspace_bytes": 96 << 20,
         "unpacked_bytes": 2.0,
         "group_bytes": ROOM,
+        "splits_positions": True,
         "staged_rows": ROWS,
         "most_tokens": MAX_ROWS,
         "choices": {"fused_from": str(FUSED_FROM), "library_from": str(LIBRARY_FROM)},

@@ -154,9 +154,24 @@ def _token_seconds(
         return total
     found = max(slowest, key=lambda each: sum(each.values()))
     if len(plan.ranks) > 1:
-        one = reduce_seconds(machine, _places(plan, machine), 4.0 * spec.width)
-        found["communication"] = 2 * spec.layers * one
+        found["communication"] = _meeting_seconds(spec, plan, machine, 1)
     return found
+
+
+def _meeting_seconds(spec: Spec, plan: Plan, machine: Machine, tokens: int) -> float:
+    """Of a step of ranks that have parts of each layer: two sums a layer, and what ranks that share
+    out positions tell each other of all heads: queries, weights, answers."""
+    places, runs = _places(plan, machine), plan.ranks[0].share.kv_runs
+    sizes = {float(spec.width): 2 * spec.layers}
+    if runs:
+        attending = sum(len(group.layers) for group in plan.caches)
+        told = spec.heads * spec.key_dim / runs.parts, spec.heads, spec.heads * spec.value_dim
+        for size in told:
+            sizes[size] = sizes.get(size, 0) + attending
+    return sum(
+        count * reduce_seconds(machine, places, 4.0 * size * tokens)
+        for size, count in sizes.items()
+    )
 
 
 def _rank_seconds(
@@ -254,9 +269,8 @@ def _prompt_seconds(spec: Spec, plan: Plan, machine: Machine, reads: list[_Reads
         seconds.append(roofline.seconds(work, card, OURS) + streamed)
     if plan.mode == "layer":
         return sum(seconds)
-    size = 4.0 * spec.width * min(PROMPT, plan.batch_tokens)
-    reduced = 2 * spec.layers * chunks * reduce_seconds(machine, _places(plan, machine), size)
-    return max(seconds) + reduced
+    tokens = min(PROMPT, plan.batch_tokens)
+    return max(seconds) + chunks * _meeting_seconds(spec, plan, machine, tokens)
 
 
 def _cache_bytes(spec: Spec, plan: Plan, rank: RankPlan, context: int) -> float:

@@ -51,6 +51,15 @@ def test_the_tokens_of_the_goldens(
     check(mini / model, plan_for(path, "cuda", ranks=2, split_mode=mode), drive, TIE)
 
 
+@pytest.mark.parametrize("model", ["llama", "qwen3", "qwen35"])
+def test_positions_that_are_shared_out(
+    mini: Path, plan_for: Callable[..., Any], drive: Callable[..., Any], model: str
+) -> None:
+    options = {"ranks": 2, "split_mode": "tensor", "kv_split": "positions"}
+    plan = plan_for(mini / model / "model-f16.gguf", "cuda", **options)
+    check(mini / model, plan, drive, FAMILY_TIE if model == "qwen35" else TIE)
+
+
 @pytest.mark.parametrize(
     ("model", "mode"),
     [

@@ -55,6 +55,7 @@ CUDA = msgspec.structs.replace(
     host_reserve_bytes=1 << 30,
     group_bytes=4 << 20,
     staged_rows=8192,
+    splits_positions=True,
 )
 
 

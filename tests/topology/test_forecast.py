@@ -78,6 +78,17 @@ def test_links_matter() -> None:
     assert far.prefill < fast.prefill
 
 
+def test_sharing_out_positions_costs_meetings_and_spares_reading() -> None:
+    """Slower for a short context, which needs none of it, and faster for a long one."""
+    heads, positions = (
+        told("ac922-6xv100-16gb", "qwen35-27b-q8", split_mode="tensor", kv_split=how)
+        for how in ("heads", "positions")
+    )
+    assert 0.8 * heads.decode < positions.decode < heads.decode
+    assert positions.decode / heads.decode < positions.decode_deep / heads.decode_deep
+    assert positions.prefill < heads.prefill
+
+
 def test_a_cpu_is_as_fast_as_its_memory() -> None:
     gguf, laptop = header("qwen3-8b-q4km"), computer("laptop")
     spec = spec_of(gguf)

@@ -204,7 +204,7 @@ def test_largest_context_is_the_largest() -> None:
 def test_positions_that_are_shared_out_leave_room_for_more() -> None:
     """Four KV heads on six cards: two cards keep two of them, or each a sixth of all positions."""
     gguf, there = header("qwen35-27b-q8"), computer("ac922-6xv100-16gb")
-    spec, backend = spec_of(gguf), msgspec.structs.replace(CUDA, splits_positions=True)
+    spec, backend = spec_of(gguf), CUDA
     options = Options(split_mode="tensor", fit=False, vram_bytes=[10 << 30], slots=2)
     split = msgspec.structs.replace(options, kv_split="positions")
     heads, positions = (largest_context(spec, gguf, there, backend, o) for o in (options, split))
@@ -212,8 +212,9 @@ def test_positions_that_are_shared_out_leave_room_for_more() -> None:
     wanted = msgspec.structs.replace(options, context=2 * heads)
     with pytest.raises(PlanError, match="or --kv-split positions"):
         plan(spec, gguf, there, backend, wanted)
+    other = msgspec.structs.replace(backend, splits_positions=False)
     with pytest.raises(PlanError, match="the cuda backend cannot do that yet"):
-        plan(spec, gguf, there, CUDA, msgspec.structs.replace(wanted, kv_split="positions"))
+        plan(spec, gguf, there, other, msgspec.structs.replace(wanted, kv_split="positions"))
 
 
 def test_blocks_that_predict_next_tokens_take_nothing() -> None:

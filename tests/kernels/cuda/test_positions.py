@@ -4,19 +4,32 @@ attention gives; what a rank keeps and how parts are joined, against the referen
 from __future__ import annotations
 
 import ctypes
+import importlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from voltapile.kernels.backend import describe
 from voltapile.kernels.cuda import attention, pages
 from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.cuda.links import Islands, Links
 from voltapile.kernels.cuda.positions import CudaPositions
 from voltapile.kernels.ops import Batch
 from voltapile.kernels.positions import Runs
 from voltapile.kernels.reference.families import ReferenceFamilyOps
+from voltapile.shm.gguf import Gguf
+from voltapile.topology import machine
+from voltapile.topology.architectures import spec_of
+from voltapile.topology.gpu import Gpu
+from voltapile.topology.plan import Backend, Options
+from voltapile.topology.planner import plan
+from voltapile.workers.engine import Engine
+from voltapile.workers.protocol import Row
 
 from .attention_twin import PAGE, Case
 from .emulation import EmulatedOps, has_compiler
@@ -203,3 +216,49 @@ def test_weighing_and_taking(ops_for: Callable[[int], Emulated]) -> None:
     np.testing.assert_array_equal(ops.to_host(ops.take(x, 70, 130)), o[:, 130:])
     with pytest.raises(AssertionError):
         ops.take(x, 71, 130)
+
+
+@pytest.fixture
+def gpu(fake_cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = fake_cupy.Gpu()
+    fake_cupy.install(monkeypatch, made)
+    loader = importlib.import_module("voltapile.kernels.cuda.loader")
+    monkeypatch.setattr(loader, "compile_all", lambda instances, *_: [b""] * len(instances))
+    monkeypatch.setattr(loader, "compile_instance", lambda *_: b"")
+    return made
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen35"])
+def test_what_a_model_launches(gpu: Any, mini: Path, model: str) -> None:
+    """One rank of three on a GPU that is not there: a prompt and a token, in planned memory."""
+    from voltapile.kernels.cuda.family_ops import CudaFamilyOps
+
+    cards = [
+        Gpu(index=i, name="A card", arch=70, memory_bytes=64 << 30, free_bytes=60 << 30)
+        for i in range(PARTS)
+    ]
+    computer = msgspec.structs.replace(machine.probe(), gpus=cards)
+    options = Options(
+        context=512, slots=3, split_mode="tensor", ranks=3, kv_split="positions",
+        overrides=["embed=vram"],
+    )  # fmt: skip
+    with Gguf.open(mini / model / "model-f16.gguf") as gguf:
+        spec = spec_of(gguf)
+        made = plan(spec, gguf, computer, Backend(**describe("cuda")), options)
+        planned = made.ranks[1].memory["scratch"]
+        ops = CudaFamilyOps(0, planned)
+        ops._links = Links(0, 1, PARTS, Islands(((0, 1, 2),)), np.zeros(2, np.uint32))
+        engine = Engine(made, ops, gguf, 1)
+        engine.load()
+        prompt = Row(slot=0, tokens=np.zeros(300, np.int32), pages=[[1, 2]], sample=True)
+        for batch in (engine.buffer.fill([prompt]), engine.buffer.fill([], 1)):
+            gpu.launches.clear()
+            ops.reset_scratch()
+            engine._forward(batch)
+            each = sum(kind.kind == "full" for kind in spec.caches) or 1
+            counted = Counter(gpu.launches)
+            assert counted["keep_seen"] == counted["keep_stored"] == 1
+            assert (
+                counted["weigh"] == counted["take_columns"] == counted["attention_decode"] >= each
+            )
+        assert ops.scratch_peak <= planned
