@@ -134,6 +134,12 @@ class _Call:
         return np.float32(self.scale * LOG2E), np.float32(0)
 
     @property
+    def decode_shape(self) -> tuple[int, int]:
+        """(width, KIND) of attention_decode: soft caps are rare, and one kernel knows them."""
+        dim, kind = shape_of(self.cache)
+        return (128 if dim <= 128 else LARGEST_DIM, ANY) if self.softcap else (dim, kind)
+
+    @property
     def weights_ptr(self) -> int:
         return self.weights.ptr if self.weights is not None else 0
 
@@ -223,9 +229,9 @@ def decode_shared(dim: int, kind: int, tiles: int, arch: int) -> int:
     step = 16 * (dim + 16) + 2 * dim if is_copied and kind == KINDS["q8_0"] else 32 * pitch
     stages = 1 if dim > 128 else 3 if kind == KINDS["q8_0"] else 2
     steps = 2 * stages if is_copied else 1
-    ends = 64 * STRANDS + 32 * STRANDS * pitch
+    ends = 32 * STRANDS * pitch
     joined = STRANDS * 32 * (2 * dim // SHARES) if arch >= CLUSTERS_FROM else 32
-    return max(STRANDS * steps * step, ends + joined) + 2 * rows * pitch + 20 * rows + 112
+    return max(STRANDS * steps * step, ends + joined) + 2 * rows * pitch + 24 * rows + 96
 
 
 def prefill_shared(dim: int, kind: int, arch: int) -> int:
@@ -252,7 +258,7 @@ def prefill_block(dim: int, kind: int, arch: int) -> tuple[int, int]:
 
 def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray | None) -> None:
     """Tokens first to last, or that many items of a plan."""
-    dim, kind = shape_of(call.cache)
+    dim, kind = call.decode_shape
     tiles = _tiles_for(call, dim, kind)
     chunk = _chunk(call.members, tiles)
     parts = _groups(chunk * call.members, 16 * tiles)
@@ -291,7 +297,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
 
 def _mixed(ops: Launcher, call: _Call) -> None:
     """Short runs to attention_decode, the others to attention_prefill, as the device finds them."""
-    chunk = _chunk(call.members, _tiles_for(call, *shape_of(call.cache)))
+    chunk = _chunk(call.members, _tiles_for(call, *call.decode_shape))
     dim, kind = prefill_shape(call.cache, ops.arch)
     threads, rows = prefill_block(dim, kind, ops.arch)
     slots, tokens = call.table.shape[0], call.tokens
@@ -341,7 +347,7 @@ def _tiles_for(call: _Call, dim: int, kind: int) -> int:
 
 def _blocks(call: _Call, tokens: int, tiles: int, arch: int) -> int:
     """Of a cluster, in a launch of so many tokens or items."""
-    dim, kind = shape_of(call.cache)
+    dim, kind = call.decode_shape
     pieces = tokens * call.cache.kv_heads if tokens > 1 else 0
     is_many = arch >= CLUSTERS_FROM and pieces >= MANY_PIECES
     return _clusters(dim, kind, tiles)[-1] if is_many else SHARES

@@ -17,7 +17,7 @@ constexpr int LEAST_BLOCKS =  // of a processor
 #ifndef VP_EMULATION
 extern __shared__ __align__(16) unsigned char shared[];
 #endif
-#if VP_ARCH >= 900 && CLUSTER > 1
+#if VP_ARCH >= 900 && CLUSTER > 1 && !defined(VP_EMULATION)
 #define VP_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define VP_CLUSTER
@@ -39,28 +39,43 @@ struct Shared {
   };
   __align__(16) half_bits q[ROWS * PITCH];
   Row rows[ROWS];
-  int query[ROWS];  // of a row, counted in heads of all tokens
+  int query[ROWS];   // of a row, counted in heads of all tokens
+  int pieces[ROWS];  // of a row, where there are several
   Source from;
-  Item item;  // kept for the end, so that no register holds it meanwhile
-  int base, pieces, used, tickets, answer;
+  int used, tickets, answer;  // kept for the end, so that no register holds them meanwhile
 };
 
 // Tokens from t on that a block takes together; none if another token's block takes t. They are
 // neighbours of one slot with pieces of one length, cut after each `chunk` tokens of the slot.
 __device__ __forceinline__ Item item_at(const int* slots, const int* positions, int t, int first,
                                         int last, int chunk, int limit, int window, int most) {
+  const int slot = slots[t], piece = span_of(positions[t], limit, window, most).piece;
   int start = t;
-  while (start > first && slots[start - 1] == slots[t]) --start;
-  const int piece = span_of(positions[t], limit, window, most).piece;
-  if ((t - start) % chunk != 0 &&
-      span_of(positions[t - 1], limit, window, most).piece == piece)
-    return {t, 0, 0};
+#pragma unroll 1
+  while (start > first && slots[start - 1] == slot) --start;
+  const int phase = static_cast<unsigned>(t - start) % chunk;
+  if (phase != 0 && span_of(positions[t - 1], limit, window, most).piece == piece) return {t, 0, 0};
   int count = 1;
-  while (t + count < last && slots[t + count] == slots[t] && (t + count - start) % chunk != 0 &&
+#pragma unroll 1
+  while (t + count < last && phase + count < chunk && slots[t + count] == slot &&
          span_of(positions[t + count], limit, window, most).piece == piece)
     ++count;
-  while (start > 0 && slots[start - 1] == slots[t]) --start;  // an earlier launch's tokens, too
+#pragma unroll 1
+  while (start > 0 && slots[start - 1] == slot) --start;  // an earlier launch's tokens, too
   return {t, count, positions[start]};
+}
+
+// Of all tokens together; their pieces have one length.
+__device__ __forceinline__ Span span_of_item(const Item& item, const int* positions, int limit,
+                                             int window, int most) {
+  Span all = span_of(positions[item.begin], limit, window, most);
+#pragma unroll 1
+  for (int t = 1; t < item.count; ++t) {
+    const Span s = span_of(positions[item.begin + t], limit, window, most);
+    all.low = min(all.low, s.low), all.high = max(all.high, s.high);
+    all.first = min(all.first, s.first), all.last = max(all.last, s.last);
+  }
+  return all;
 }
 
 // Blocks of a cluster that have pages of positions start to end.
@@ -68,42 +83,53 @@ __device__ __forceinline__ int blocks_of(int start, int end) {
   return min(BLOCKS, (end - start + PAGE - 1) / PAGE);
 }
 
-// Query head of the block's row r, and its token in the item.
+// A block's rows: heads of one KV head, for one token after another.
 struct Rows {
   const int* own;  // the KV head's query heads
   int members, first;
-  __device__ int head(int m) const { return own[(first + m) % members]; }
-  __device__ int token(int m) const { return (first + m) / members; }
+  int used;
 };
 
-// What each row sees, and where its piece goes.
-__device__ __forceinline__ void place_rows(Shared& sh, const Rows& mine, const int* positions,
-                                           int piece, int num_heads, int stride, int limit,
+// Where pieces of rows go in `partial`: those of query 0 from `first` on, `stride` a query.
+struct Places {
+  int first, stride;
+  __device__ int of(int query) const { return first + query * stride; }
+};
+
+// What each row sees, and where its piece goes (is_only: there is no other).
+__device__ __forceinline__ void place_rows(Shared& sh, const Rows& mine, const Item& item,
+                                           const Places& places, const int* positions,
+                                           bool is_only, int piece, int num_heads, int limit,
                                            int window, int most) {
-  for (int m = threadIdx.x; m < ROWS; m += THREADS) {
+  static_assert(ROWS <= THREADS);
+  const int m = threadIdx.x;
+  if (m < ROWS) {
     Row row{0.0f, 0, 0, -1};
-    if (m < sh.used) {
-      const int t = mine.token(m), head = mine.head(m);
-      const Span s = span_of(positions[sh.item.begin + t], limit, window, most);
+    if (m < mine.used) {
+      int t = item.begin, head = mine.first + m;
+#pragma unroll 1
+      for (; head >= mine.members; head -= mine.members) ++t;
+      const Span s = span_of(positions[t], limit, window, most);
+      const int query = t * num_heads + mine.own[head];
       row.low = s.low, row.high = s.high;
-      sh.query[m] = (sh.item.begin + t) * num_heads + head;
-      if (sh.pieces == 1)
-        row.slot = sh.query[m];
-      else if (piece >= s.first() && piece <= s.last())
-        row.slot = ((sh.base + t) * num_heads + head) * stride + piece - s.first();
+      if (is_only)
+        row.slot = query;
+      else if (piece >= s.first && piece <= s.last)
+        row.slot = places.of(query) + piece - s.first;
+      sh.query[m] = query, sh.pieces[m] = s.last - s.first + 1;
     }
     sh.rows[m] = row;
   }
-  for (int i = sh.used * PITCH / 8 + threadIdx.x; i < ROWS * PITCH / 8; i += THREADS)
-    reinterpret_cast<uint4*>(sh.q)[i] = uint4{0, 0, 0, 0};
+  clear_quads(sh.q + mine.used * PITCH, (ROWS - mine.used) * (PITCH / 8), threadIdx.x);
 }
 
 __device__ __forceinline__ void stage_queries(Shared& sh, const float* q, int dim, float scale,
                                               int warp, int lane) {
+#pragma unroll 1
   for (int m = warp; m < sh.used; m += STRANDS) {
-    const float* from = q + static_cast<long long>(sh.query[m]) * dim;
+    const float* from = q + static_cast<unsigned>(sh.query[m]) * width_of(dim);
     const float power =
-        stage_query<DIM, KvTile::IN_FOURS>(from, dim, sh.q + m * PITCH, lane);
+        stage_query<DIM, KvTile::IN_FOURS>(from, width_of(dim), sh.q + m * PITCH, lane);
     if (lane == 0) sh.rows[m].factor = power * scale;
   }
 }
@@ -146,8 +172,8 @@ __device__ __forceinline__ void score(Square (&s)[ROW_TILES], const half_bits* q
     }
 }
 
-// Scores of STEP positions from p on become probabilities, and the sums of values so far are
-// multiplied by `alpha`; where tensor cores truncate, the caller does that.
+// Scores of STEP positions from p on become probabilities, and the sums of values so far, if
+// there are any, are multiplied by `alpha`; where tensor cores truncate, the caller does that.
 __device__ __forceinline__ void soften(Square (&s)[ROW_TILES], Sums& sums,
                                        float (&alpha)[ROW_TILES][2], const Row* rows, int p,
                                        float cap, int tiles, int lane) {
@@ -159,10 +185,11 @@ __device__ __forceinline__ void soften(Square (&s)[ROW_TILES], Sums& sums,
       alpha[t][i] = 1.0f;
       if (is_skipped(t, tiles)) continue;
       const Row row = rows[16 * t + Mma::row(lane, i)];
-      finish_scores(s[t], i, p, row.low, row.high, row.factor, cap, lane);
+      finish_scores(s[t], i, p, row.low, row.high, row.factor, KIND == ANY ? cap : 0.0f, lane);
+      const bool has_sums = sums.running[t][i].m != -infinity();
       const float shift = sums.running[t][i].take(row_max(largest(s[t], i)), alpha[t][i]);
       sums.sum[t][i] = __fmaf_rn(sums.sum[t][i], alpha[t][i], exponentials(s[t], i, shift));
-      moves |= alpha[t][i] != 1.0f;
+      moves |= has_sums && alpha[t][i] != 1.0f;
     }
   if (TRUNCATES || __ballot_sync(WHOLE_WARP, moves) == 0) return;
 #pragma unroll
@@ -245,18 +272,14 @@ __device__ __forceinline__ void go_through(Sums& sums, Shared& sh, Steps::State&
 
 // The block that came last joins the pieces of all rows and normalises. A call, since its registers
 // would be taken from those of the products.
-__device__ __noinline__ void join_rows(const Shared& sh, Rows mine, const int* positions,
-                                       Target to, int num_heads, int stride, int limit,
-                                       int window, int most) {
-  const int wide = to.dim / 4;
+__device__ __noinline__ void join_rows(const Shared& sh, Target to, Places places) {
+  const int wide = width_of(to.dim) / 4;
+#pragma unroll 1
   for (int at = threadIdx.x; at < sh.used * wide; at += THREADS) {
-    const int m = at / wide, d = at % wide * 4, t = mine.token(m);
-    const Span s = span_of(positions[sh.item.begin + t], limit, window, most);
-    const long long place =
-        (static_cast<long long>(sh.base + t) * num_heads + mine.head(m)) * stride;
-    const Part all = join_pieces(to.partial + place * to.dim + d, to.stats + place,
-                                 s.last() - s.first() + 1, to.dim);
-    write_result(to, all, sh.query[m], d);
+    const int m = at / wide, d = at % wide * 4, query = sh.query[m], place = places.of(query);
+    const Part all = join_pieces(to.partial + place * (4 * wide) + d, to.stats + place,
+                                 sh.pieces[m], 4 * wide);
+    write_result(to, all, query, d);
   }
 }
 
@@ -270,19 +293,22 @@ using namespace voltapile;
 // partial: float[tokens * H * stride, value_dim], stats: largest score and sum alike
 // tickets: a zero for each token or item and blockIdx.y
 // weights: null, or float[tokens * H] (Weighing)
+// cap: of KIND 3 alone
 // What was there when the step began (slots, positions, tables, older keys and values) is read
 // before the kernel before this one has ended.
 extern "C" __global__ void VP_CLUSTER __launch_bounds__(THREADS, LEAST_BLOCKS)
 attention_decode(const float* q, const unsigned char* key_base, const unsigned char* value_base,
                  const int* table, const int* slots, const int* positions, const int* heads,
                  const int* plan, float* partial, float2* stats, unsigned* tickets,
-                 float* attended, float* weights, int first, int last, int parts, int kv_heads, int num_heads,
-                 int key_dim, int value_dim, int key_kind, int value_kind, int width, int pages,
-                 float scale, float cap, int window, int most, int stride, int chunk, int pieces) {
-  Shared& sh = *reinterpret_cast<Shared*>(shared);
+                 float* attended, float* weights, int first, int last, int parts, int kv_heads,
+                 int num_heads, int key_dim, int value_dim, int key_kind, int value_kind,
+                 int width, int pages, float scale, float cap, int window, int most, int stride,
+                 int chunk, int pieces) {
+  Shared& sh = *reinterpret_cast<Shared*>(own_memory(shared));
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, limit = width * PAGE;
-  const int number = blockIdx.x / (pieces * BLOCKS), index = first + number;
-  const int kv_head = blockIdx.y / parts, part = blockIdx.y % parts;
+  const unsigned rank = blockIdx.x % BLOCKS, one = blockIdx.x / BLOCKS;
+  const int number = pieces == 1 ? one : one / pieces, index = first + number;
+  const int kv_head = parts == 1 ? blockIdx.y : blockIdx.y / parts;
   const bool is_planned = plan != nullptr;
   grid_launch();
   const int own_begin = heads[kv_head], own_end = heads[kv_head + 1];  // asked for with the rest
@@ -293,50 +319,44 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   const Item item = is_planned ? Item{plan[4 + 2 * index], plan[5 + 2 * index], 1 << 30}
                                : item_at(slots, positions, index, first, last, chunk, limit,
                                          window, most);
-  const int rank = blockIdx.x % BLOCKS;
-  const Rows mine{heads + kv_heads + 1 + own_begin, own_end - own_begin, part * ROWS};
-  const int used = min(ROWS, item.count * mine.members - part * ROWS);
-  if (used <= 0) return;
-  Span whole = span_of(positions[item.begin], limit, window, most);  // of all tokens together
-  for (int t = 1; t < item.count; ++t) {
-    const Span s = span_of(positions[item.begin + t], limit, window, most);
-    whole.low = min(whole.low, s.low), whole.high = max(whole.high, s.high);
-  }
-  const int piece = whole.first() + blockIdx.x / BLOCKS % pieces;
-  const int least = whole.low / (PAGE * SHARES) * (PAGE * SHARES);
-  const int start = max(piece * whole.piece, least);
-  const int end = min((piece + 1) * whole.piece, whole.high);
-  if (start + PAGE * rank >= end) return;
+  Rows mine{heads + kv_heads + 1 + own_begin, own_end - own_begin,
+            static_cast<int>(blockIdx.y - kv_head * parts) * ROWS};
+  mine.used = min(ROWS, item.count * mine.members - mine.first);
+  if (mine.used <= 0) return;
+  const Span all = span_of_item(item, positions, limit, window, most);
+  const int piece = all.first + one - number * pieces;
+  const int least = all.low / (PAGE * SHARES) * (PAGE * SHARES);
+  const int start = max(piece * all.piece, least), end = min((piece + 1) * all.piece, all.high);
+  if (start + PAGE * static_cast<int>(rank) >= end) return;
 
-  const Pages where{table + static_cast<long long>(slots[item.begin]) * width, pages, kv_heads,
-                    kv_head, width};
   if (threadIdx.x == 0) {
+    const Pages where{table + static_cast<long long>(slots[item.begin]) * width, pages, kv_heads,
+                      kv_head, width};
     sh.from = {{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}, where,
-               whole.low, whole.high, start + PAGE * rank, end};
-    sh.item = item, sh.used = used;
-    sh.base = is_planned ? number * chunk : number;
-    sh.pieces = whole.last() - whole.first() + 1;
-    const int last_start = max(whole.last() * whole.piece, least);
-    sh.tickets = (sh.pieces - 1) * BLOCKS + blocks_of(last_start, whole.high);
+               all.low, all.high, start + PAGE * static_cast<int>(rank), end};
+    sh.used = mine.used;
+    sh.tickets = (all.last - all.first) * BLOCKS +
+                 blocks_of(max(all.last * all.piece, least), all.high);
   }
   __syncthreads();
   Steps::State state(sh.from);
-  if (!is_planned) sh.strands[warp].begin(sh.from, state, lane);
-  place_rows(sh, mine, positions, piece, num_heads, stride, limit, window, most);
+  sh.strands[warp].begin(sh.from, lane);
+  const Places places{((is_planned ? number * chunk : number) - item.begin) * num_heads * stride,
+                      stride};
+  const bool is_only = all.first == all.last;
+  place_rows(sh, mine, item, places, positions, is_only, piece, num_heads, limit, window, most);
   __syncthreads();
   grid_wait();
-  if (is_planned) sh.strands[warp].begin(sh.from, state, lane);
   sh.strands[warp].refresh(sh.from, state, item.fresh, lane);
   stage_queries(sh, q, key_dim, scale, warp, lane);
   __syncthreads();
 
   Sums sums;
   go_through(sums, sh, state, cap, warp, lane);
-  const Target to{attended, partial, stats, sh.pieces == 1, value_dim,
-                  {weights, positions, num_heads}};
+  const Target to{attended, partial, stats, is_only, value_dim, {weights, positions, num_heads}};
   write_piece(sh.ends, sh.joined, sh.rows, sums, sh.used, blocks_of(start, end), rank, to, warp,
               lane);
-  if (to.is_only) return;
+  if (is_only) return;
   if (is_last(sh.answer, tickets + number * gridDim.y + blockIdx.y, sh.tickets))
-    join_rows(sh, mine, positions, to, num_heads, stride, limit, window, most);
+    join_rows(sh, to, places);
 }

@@ -8,6 +8,7 @@ namespace voltapile {
 constexpr int STRANDS = 4, THREADS = 32 * STRANDS, ROWS = 16 * ROW_TILES;
 constexpr int HALF = 8;  // rows that are joined at once: those of one i (Mma::row)
 constexpr int EACH = HALF * DIM / 4 / BLOCKS;  // of those, items of a block: four columns of a row
+static_assert(BLOCKS == 1 || EACH <= THREADS);
 
 struct __align__(16) Row {
   float factor;   // of scores
@@ -22,9 +23,9 @@ struct Sums {
   float sum[ROW_TILES][2] = {};
 };
 
+// Of a row, DIM columns, and behind them the largest score and the sum of exponentials.
 struct Ends {
-  float most[STRANDS][HALF], sum[STRANDS][HALF];
-  float out[STRANDS][HALF][DIM + 8];
+  float rows[STRANDS][HALF][DIM + 8];
 };
 
 // Four columns of a row.
@@ -32,6 +33,9 @@ struct Part {
   float most = -infinity(), sum = 0.0f;
   float4 out{0, 0, 0, 0};
 };
+
+// Columns of a row of the output.
+__device__ __forceinline__ int width_of(int dim) { return KIND == ANY ? dim : DIM; }
 
 // What sums so far (largest score `most`) and later ones are multiplied by when they are joined.
 struct Weights {
@@ -69,7 +73,39 @@ __device__ __forceinline__ void join_share(Sums& all, const Sums& share) {
     }
 }
 
-#if VP_ARCH >= 900 && !defined(VP_EMULATION)
+// Of `count` parts (at least one), one after another; load(i): the i-th. Some are on their way at
+// once; in the last round those that are not there have no weight, so that loads wait for nothing.
+template <class Load>
+__device__ __forceinline__ Part join_in_turn(int count, Load load) {
+  constexpr int AT_ONCE = VP_ARCH >= 900 ? 4 : 8;
+  Part all;
+  int first = 0;
+#pragma unroll 1
+  do {
+    Part parts[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) parts[i] = load(min(first + i, count - 1));
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (first + i >= count) parts[i].most = -infinity();
+      join_part(all, parts[i]);
+    }
+    first += AT_ONCE;
+  } while (first < count);
+  return all;
+}
+
+#if VP_ARCH < 900 || CLUSTER == 1 || !defined(VP_EMULATION)
+__device__ __forceinline__ unsigned char* own_memory(unsigned char* shared) { return shared; }
+#endif
+#if VP_ARCH < 900 || CLUSTER == 1
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+template <class T>
+__device__ __forceinline__ const T* of_block(const T* mine, int) {
+  return mine;
+}
+#elif !defined(VP_EMULATION)
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
@@ -82,52 +118,29 @@ __device__ __forceinline__ const T* of_block(const T* mine, int block) {
   asm("mapa.u64 %0, %1, %2;" : "=l"(its) : "l"(mine), "r"(block));
   return its;
 }
-#else
-__device__ __forceinline__ void cluster_arrive() {}
-__device__ __forceinline__ void cluster_wait() {}
-template <class T>
-__device__ __forceinline__ const T* of_block(const T* mine, int) {
-  return mine;
-}
 #endif
 
-__device__ __forceinline__ Part part_of(const Ends* ends, int strand, int r, int d) {
-  return {ends->most[strand][r], ends->sum[strand][r],
-          *reinterpret_cast<const float4*>(ends->out[strand][r] + d)};
+__device__ __forceinline__ Part part_of(const float* row, int d) {
+  const float2 stats = *reinterpret_cast<const float2*>(row + DIM);
+  return {stats.x, stats.y, *reinterpret_cast<const float4*>(row + static_cast<unsigned>(d))};
 }
 
-// Of one strand, in all `blocks` of a piece: each has a share.
-__device__ __forceinline__ Part join_blocks(const Ends& ends, int blocks, int strand, int r,
-                                            int d) {
-  Part parts[BLOCKS], all;
-#pragma unroll
-  for (int b = 0; b < BLOCKS; ++b)
-    if (b < blocks) parts[b] = part_of(of_block(&ends, b), strand, r, d);
-#pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) join_part(all, parts[b]);
-  return all;
-}
-
-// All strands together.
-__device__ __forceinline__ Part join_strands(const Part (&parts)[STRANDS]) {
+// All strands together; part(s): of strand s, in shared memory.
+template <class Get>
+__device__ __forceinline__ Part join_strands(Get part) {
   Part all;
 #pragma unroll
-  for (int s = 0; s < STRANDS; ++s) all.most = fmaxf(all.most, parts[s].most);
+  for (int s = 0; s < STRANDS; ++s) all.most = fmaxf(all.most, part(s).most);
   const float shift = all.most == -infinity() ? 0.0f : all.most;
 #pragma unroll
   for (int s = 0; s < STRANDS; ++s) {
-    const float weight = exp2_fast(parts[s].most - shift);
-    const float4& v = parts[s].out;
-    all.sum = __fmaf_rn(weight, parts[s].sum, all.sum);
-    all.out = {__fmaf_rn(weight, v.x, all.out.x), __fmaf_rn(weight, v.y, all.out.y),
-               __fmaf_rn(weight, v.z, all.out.z), __fmaf_rn(weight, v.w, all.out.w)};
+    const Part own = part(s);
+    const float weight = exp2_fast(own.most - shift);
+    all.sum = __fmaf_rn(weight, own.sum, all.sum);
+    all.out = {__fmaf_rn(weight, own.out.x, all.out.x), __fmaf_rn(weight, own.out.y, all.out.y),
+               __fmaf_rn(weight, own.out.z, all.out.z), __fmaf_rn(weight, own.out.w, all.out.w)};
   }
   return all;
-}
-
-__device__ __forceinline__ float4 divided(const float4& x, float by) {
-  const float factor = 1.0f / by;
-  return float4{x.x * factor, x.y * factor, x.z * factor, x.w * factor};
 }
 
 struct Target {
@@ -138,37 +151,43 @@ struct Target {
   Weighing weighing;
 };
 
-// Four columns of a row's result; query: token * H + head.
-__device__ __forceinline__ void write_result(const Target& to, const Part& part, long long query,
-                                             int d) {
-  float4 out = divided(part.out, part.sum);
-  if (to.weighing.weights != nullptr) {
-    if (!to.weighing.sees(query)) out = float4{0, 0, 0, 0};
-    if (d == 0) to.weighing.write(query, part.most, part.sum);
-  }
-  *reinterpret_cast<float4*>(to.attended + query * to.dim + d) = out;
+// Writes what a row weighs, if `writes`; whether it sees anything. A call: rarely wanted.
+__device__ __noinline__ bool weigh(Weighing weighing, int query, bool writes, float most,
+                                   float sum) {
+  if (writes) weighing.write(query, most, sum);
+  return weighing.sees(query);
 }
 
-__device__ __forceinline__ void write_part(const Target& to, const Part& part, long long slot,
-                                           int d) {
+// Four columns of a row's result; query: token * H + head.
+__device__ __forceinline__ void write_result(const Target& to, const Part& part, int query,
+                                             int d) {
+  const float factor = reciprocal(part.sum);
+  float4 out{part.out.x * factor, part.out.y * factor, part.out.z * factor, part.out.w * factor};
+  if (to.weighing.weights != nullptr && !weigh(to.weighing, query, d == 0, part.most, part.sum))
+    out = float4{0, 0, 0, 0};
+  const unsigned row = query;
+  *reinterpret_cast<float4*>(to.attended + row * width_of(to.dim) + d) = out;
+}
+
+// slot: of `partial`, or a query
+__device__ __forceinline__ void write_part(const Target& to, const Part& part, int slot, int d) {
   if (to.is_only) {
     write_result(to, part, slot, d);
     return;
   }
   if (d == 0) to.stats[slot] = float2{part.most, part.sum};
-  *reinterpret_cast<float4*>(to.partial + slot * to.dim + d) = part.out;
+  *reinterpret_cast<float4*>(to.partial + slot * width_of(to.dim) + d) = part.out;
 }
 
 // Of HALF rows, all columns: where a piece is one block's.
 __device__ __forceinline__ void write_rows(const Ends& ends, const Row* rows, int first, int i,
                                            int used, const Target& to) {
+#pragma unroll 1
   for (int at = threadIdx.x; at < HALF * DIM / 4; at += THREADS) {
     const int r = at / (DIM / 4), d = at % (DIM / 4) * 4, row = first + Mma::row_of(r, i);
-    if (row >= used || rows[row].slot < 0 || d >= to.dim) continue;
-    Part parts[STRANDS];
-#pragma unroll
-    for (int s = 0; s < STRANDS; ++s) parts[s] = part_of(&ends, s, r, d);
-    write_part(to, join_strands(parts), rows[row].slot, d);
+    if (row >= used || rows[row].slot < 0 || d >= width_of(to.dim)) continue;
+    const Part all = join_strands([&](int s) { return part_of(ends.rows[s][r], d); });
+    write_part(to, all, rows[row].slot, d);
   }
 }
 
@@ -180,22 +199,23 @@ __device__ __noinline__ void write_dealt_rows(const Ends& ends, Joined& joined, 
                                               int first, int i, int used, int blocks, int rank,
                                               Target to) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll 1
   for (int base = rank; base < BLOCKS; base += blocks) {
+#pragma unroll 1
     for (int n = lane; n < EACH; n += 32) {
       const int at = base * EACH + n, r = at / (DIM / 4);
       if (first + Mma::row_of(r, i) < used)
-        joined[warp][n] = join_blocks(ends, blocks, warp, r, at % (DIM / 4) * 4);
+        joined[warp][n] = join_in_turn(blocks, [&](int b) {
+          return part_of(of_block(ends.rows[warp][r], b), at % (DIM / 4) * 4);
+        });
     }
     if (base + blocks >= BLOCKS) cluster_arrive();  // nothing more is read
     __syncthreads();
-    for (int n = threadIdx.x; n < EACH; n += THREADS) {
-      const int at = base * EACH + n, d = at % (DIM / 4) * 4;
+    if (threadIdx.x < EACH) {
+      const int n = threadIdx.x, at = base * EACH + n, d = at % (DIM / 4) * 4;
       const int row = first + Mma::row_of(at / (DIM / 4), i);
-      if (row >= used || rows[row].slot < 0 || d >= to.dim) continue;
-      Part parts[STRANDS];
-#pragma unroll
-      for (int s = 0; s < STRANDS; ++s) parts[s] = joined[s][n];
-      write_part(to, join_strands(parts), rows[row].slot, d);
+      if (row < used && rows[row].slot >= 0 && d < width_of(to.dim))
+        write_part(to, join_strands([&](int s) { return joined[s][n]; }), rows[row].slot, d);
     }
     __syncthreads();
   }
@@ -217,10 +237,11 @@ __device__ __forceinline__ void write_piece(Ends& ends, Joined& joined, const Ro
       __syncthreads();  // tiles are done with
       if (16 * t + Mma::row(lane, i) < used) {
         if (Mma::pair(lane) == 0)
-          ends.most[warp][own] = sums.running[t][i].m, ends.sum[warp][own] = sum;
+          *reinterpret_cast<float2*>(ends.rows[warp][own] + DIM) =
+              float2{sums.running[t][i].m, sum};
 #pragma unroll
         for (int c = 0; c < DIM / 16; ++c)
-          KvTile::write(ends.out[warp][own] + 16 * c, sums.out[t][c], i, lane);
+          KvTile::write(ends.rows[warp][own] + 16 * c, sums.out[t][c], i, lane);
       }
       if (BLOCKS == 1) {
         __syncthreads();
@@ -247,21 +268,10 @@ __device__ __forceinline__ bool is_last(int& answer, unsigned* ticket, int count
 // Of one row, four columns of all its pieces. Others wrote them: read past the first cache.
 __device__ __forceinline__ Part join_pieces(const float* partial, const float2* stats, int pieces,
                                             int dim) {
-  constexpr int AT_ONCE = 8;
-  Part all;
-  for (int first = 0; first < pieces; first += AT_ONCE) {
-    Part parts[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      if (first + i >= pieces) break;
-      const float2 stat = __ldcg(stats + first + i);
-      parts[i] = {stat.x, stat.y,
-                  __ldcg(reinterpret_cast<const float4*>(partial + (first + i) * dim))};
-    }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) join_part(all, parts[i]);
-  }
-  return all;
+  return join_in_turn(pieces, [&](int i) {
+    const float2 stat = __ldcg(stats + i);
+    return Part{stat.x, stat.y, __ldcg(reinterpret_cast<const float4*>(partial + i * dim))};
+  });
 }
 
 }  // namespace voltapile

@@ -82,7 +82,7 @@ __device__ __forceinline__ void stage_rows(Shared& sh, const float* q, const int
   for (int m = threadIdx.x; m < ROWS; m += THREADS) {
     const bool is_used = m < rows;
     const int r = first + m, t = begin + (is_used ? r / members : 0);
-    const Span s = span_of(is_used ? positions[t] : 0, limit, window, 1);
+    const Sight s = sight_of(is_used ? positions[t] : 0, limit, window);
     sh.low[m] = is_used ? s.low : 0;
     sh.high[m] = is_used ? s.high : 0;
     sh.out[m] = is_used ? t * num_heads + own[r % members] : -1;

@@ -3,8 +3,8 @@
 //
 // How a token's positions are cut into pieces depends on that token alone, never on its company or
 // on the launch: pieces begin at multiples of their length, the least multiple of GRAIN, and at least
-// PIECE, that needs no more than `most` of them. This, and products whose rows do not know each other, is why a row has the
-// same bits alone and among others.
+// PIECE, that needs no more than `most` of them. This, and products whose rows do not know each
+// other, is why a row has the same bits alone and among others.
 #pragma once
 #include "half.cuh"
 
@@ -25,21 +25,37 @@ __device__ __forceinline__ float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// 1 / x, rounded as a division rounds it, of what is neither tiny nor huge.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return __fmaf_rn(y, -__fmaf_rn(x, y, -1.0f), y);
+}
 #endif
 
-struct Span {
+struct Sight {
   int low, high;  // sees positions low <= p < high
-  int piece;      // length of its pieces
-  __device__ int first() const { return low / piece; }
-  __device__ int last() const { return (high - 1) / piece; }
+};
+struct Span {
+  int low, high;
+  int piece;        // length of its pieces
+  int first, last;  // pieces that have what it sees
 };
 
 // limit: positions that a page table has room for
-__device__ __forceinline__ Span span_of(int position, int limit, int window, int most) {
-  Span s;
-  s.high = max(1, min(position + 1, limit));
-  s.low = window > 0 ? max(0, s.high - window) : 0;
-  s.piece = max(PIECE, ((s.high - s.low + most - 1) / most + GRAIN - 1) / GRAIN * GRAIN);
+__device__ __forceinline__ Sight sight_of(int position, int limit, int window) {
+  const int high = max(1, min(position + 1, limit));
+  return {window > 0 ? max(0, high - window) : 0, high};
+}
+// A call: kernels ask in several places, once each, and its code would be most of theirs.
+__device__ __noinline__ Span span_of(int position, int limit, int window, int most) {
+  const Sight seen = sight_of(position, limit, window);
+  Span s{seen.low, seen.high, PIECE, 0, 0};
+  if (s.high <= PIECE) return s;
+  const unsigned step = most * GRAIN, length = s.high - s.low;
+  s.piece = max(PIECE, static_cast<int>((length + step - 1) / step) * GRAIN);
+  const unsigned piece = s.piece;
+  s.first = s.low / piece, s.last = (s.high - 1) / piece;
   return s;
 }
 
@@ -49,9 +65,9 @@ struct Weighing {
   float* weights;  // log(sum(exp(score))) of each query head; null: nobody asks
   const int* positions;
   int num_heads;
-  __device__ bool sees(long long query) const { return positions[query / num_heads] >= 0; }
+  __device__ bool sees(int query) const { return positions[query / num_heads] >= 0; }
   // most: the largest score to the exponent of 2; sum: of the others' powers beside it
-  __device__ void write(long long query, float most, float sum) const {
+  __device__ void write(int query, float most, float sum) const {
     weights[query] = sees(query) ? __fmaf_rn(most, 0.6931471806f, logf(sum)) : -infinity();
   }
 };
@@ -59,6 +75,15 @@ struct Weighing {
 // Right to about 1e-7 of 1, which a soft cap multiplies by some tens.
 __device__ __forceinline__ float tanh_fast(float x) {
   return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(2.885390082f * x));
+}
+
+__device__ __forceinline__ unsigned warp_largest(unsigned x) {
+#if VP_ARCH >= 800 && !defined(VP_EMULATION)
+  return __reduce_max_sync(0xffffffffu, x);
+#else
+  for (int step = 16; step > 0; step >>= 1) x = max(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+#endif
 }
 
 // The fp16 form of a query: times a power of two that brings its largest value to [128, 256).
@@ -76,8 +101,7 @@ __device__ __forceinline__ float stage_query(const float* x, int dim, half_bits*
     most = max(max(most, __float_as_uint(v[i].x) << 1), __float_as_uint(v[i].y) << 1);
     most = max(max(most, __float_as_uint(v[i].z) << 1), __float_as_uint(v[i].w) << 1);
   }
-  for (int step = 16; step > 0; step >>= 1)
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
+  most = warp_largest(most);
   int exponent = static_cast<int>(most >> 24) - 127;
   if (exponent == 128 || exponent < -100) exponent = 7;  // not finite, or as good as zero
   const float up = __uint_as_float((127u + 7 - exponent) << 23);

@@ -22,29 +22,35 @@ struct Either<false, First, Second> {
   using type = Second;
 };
 
+__device__ __forceinline__ unsigned place_in_page(int p) { return static_cast<unsigned>(p) % PAGE; }
+
+// A warp calls; `count` times 16 bytes become zeros.
+__device__ __forceinline__ void clear_quads(half_bits* from, int count, int lane) {
+#pragma unroll 1
+  for (int i = lane; i < count; i += 32) reinterpret_cast<uint4*>(from)[i] = uint4{0, 0, 0, 0};
+}
+
 // STEP positions as halves. An operand has WIDTH of the dimensions.
 struct HalfTile {
   static constexpr int WIDTH = 16;
   static constexpr bool IN_FOURS = false;
   half_bits at[STEP * PITCH];
 
-  // All positions: none lies outside of the page, and `hide` clears those not seen.
-  // from_row: the first row that is copied.
-  __device__ void copy(const unsigned char* head, int p, int lane, int from_row = 0) {
+  // All positions: none lies outside of the page. What is in a row after another is so in a page.
+  __device__ void copy(const unsigned char* head, int p, int lane) {
     constexpr int PIECES = DIM / 8;
-    const unsigned char* from = head + p % PAGE * DIM * 2;
+    const unsigned char* from = head + place_in_page(p) * (DIM * 2) + 16 * lane;
 #pragma unroll
     for (int i = 0; i < STEP * PIECES / 32; ++i) {
       const int r = row_of_place<PIECES, 32>(lane, i), c = column_of_place<PIECES, 32>(lane, i);
-      if (r >= from_row) copy_async(at + r * PITCH + 8 * c, from + (r * DIM + 8 * c) * 2, 16);
+      copy_async(at + r * PITCH + 8 * c, from + 512 * i, 16);
     }
   }
+  // Values that nobody sees may be anything, and 0 times that is not 0. (Scores of keys that nobody
+  // sees are replaced: finish_scores.)
   __device__ void hide(int low, int high, int lane) {
-    for (int i = lane; i < STEP * DIM / 8; i += 32) {
-      const int r = i / (DIM / 8);
-      if (r < low || r >= high)
-        *reinterpret_cast<uint4*>(at + r * PITCH + i % (DIM / 8) * 8) = uint4{0, 0, 0, 0};
-    }
+    clear_quads(at, low * (PITCH / 8), lane);
+    clear_quads(at + high * PITCH, (STEP - high) * (PITCH / 8), lane);
   }
   __device__ void keys(Mma::B (&b)[1], int k, int lane) const {
     b[0] = Mma::load_b(at + k, PITCH, lane);
@@ -72,19 +78,20 @@ struct ByteTile {
   half_bits scales[STEP * SCALES];
 
   // As HalfTile's; what is hidden has no scale.
-  __device__ void copy(const unsigned char* head, int p, int lane, int from_row = 0) {
+  __device__ void copy(const unsigned char* head, int p, int lane) {
     constexpr int PIECES = DIM / 16;
-    const int row = p % PAGE;
+    const unsigned row = place_in_page(p);
+    const unsigned char* from = head + row * DIM + 16 * lane;
 #pragma unroll
     for (int i = 0; i < STEP * PIECES / 32; ++i) {
       const int r = row_of_place<PIECES, 32>(lane, i), c = column_of_place<PIECES, 32>(lane, i);
-      if (r >= from_row)
-        copy_async(at + r * WIDE + 16 * c, head + (row + r) * DIM + 16 * c, 16);
+      copy_async(at + r * WIDE + 16 * c, from + 512 * i, 16);
     }
     if (lane < STEP * SCALES / 8)
-      copy_async(scales + 8 * lane, head + PAGE * DIM + 2 * row * SCALES + 16 * lane, 16);
+      copy_async(scales + 8 * lane, head + PAGE * DIM + 2 * SCALES * row + 16 * lane, 16);
   }
   __device__ void hide(int low, int high, int lane) {
+#pragma unroll 1
     for (int i = lane; i < STEP * SCALES; i += 32)
       if (i < low * SCALES || i >= high * SCALES) scales[i] = 0;
   }
@@ -152,74 +159,70 @@ struct Source {
 // Which positions a strand goes through: STEP of each page of its share, then those of the next
 // share, for TURNS shares.
 struct Walk {
+  static constexpr int ROUND = PAGE * SHARES;
   int p, turn = 0;
 
   __device__ explicit Walk(const Source& s) { begin(s); }
   __device__ bool is_done(const Source& s) const { return TURNS > 1 ? turn == TURNS : p >= s.end; }
   __device__ void go_on(const Source& s) {
-    p += PAGE * SHARES;
-    if (TURNS == 1 || p < s.end) return;
+    p += ROUND;
+    if (TURNS == 1 || p < s.end || is_done(s)) return;
     ++turn;
     begin(s);
   }
 
  private:
   __device__ void begin(const Source& s) {
+#pragma unroll 1
     for (; turn < TURNS; ++turn) {
       p = s.first + PAGE * turn + STEP * (static_cast<int>(threadIdx.x) / 32);
-      while (p + STEP <= s.low) p += PAGE * SHARES;
+      p += static_cast<unsigned>(max(s.low - STEP - p, -ROUND) + ROUND) / ROUND * ROUND;
       if (TURNS == 1 || p < s.end) return;
     }
   }
 };
 
 // With cp.async: STAGES steps are under way. Positions from `fresh` on are written by the kernel
-// before this one, so what `begin` asked for is asked for again there, after waiting.
+// before this one, so what was asked for before waiting is asked for again there.
 struct CopiedSteps {
   KvTile keys_at[STAGES], values_at[STAGES];
 
   struct State {
     Walk ahead;  // at the step that is asked for next
     int page, stage = 0;
-    __device__ explicit State(const Source& s) : ahead(s), page(s.where.at(ahead.p)) {}
+    __device__ explicit State(const Source& s) : ahead(s) {
+#pragma unroll 1
+      for (int i = 0; i < STAGES; ++i) ahead.go_on(s);
+      page = s.where.at(ahead.p);
+    }
   };
-  __device__ void begin(const Source& s, State& state, int lane) {
-    for (int i = 0; i < STAGES; ++i) {
-      ask(keys_at[i], s.keys, s, state, lane);
-      ask(values_at[i], s.values, s, state, lane);
-      advance(s, state);
-    }
-  }
+  __device__ void begin(const Source& s, int lane) { ask_first(s, 0, false, lane); }
   __device__ void refresh(const Source& s, State&, int fresh, int lane) {
-    Walk at(s);
-    int steps = 0;
-    for (; steps < STAGES && !at.is_done(s) && at.p + STEP <= fresh; ++steps) at.go_on(s);
-    if (steps == STAGES || at.is_done(s)) return;
-    wait_for_copies<0>();
-    __syncwarp();
-    for (int i = 0; i < STAGES; ++i) {  // as many groups as before
-      const bool is_stale = i >= steps && !at.is_done(s);
-      const int page = is_stale ? s.where.at(at.p) : 0, row = max(0, fresh - at.p);
-      if (is_stale) keys_at[i].copy(s.keys.head(page), at.p, lane, row);
-      commit_copies();
-      if (is_stale) values_at[i].copy(s.values.head(page), at.p, lane, row), at.go_on(s);
-      commit_copies();
-    }
+    if (fresh < s.end) ask_first(s, fresh, true, lane);
   }
-  __device__ const KvTile& keys(const Source& s, const State& state, int p, int lane) {
-    return arrived(keys_at[state.stage], s, p, lane);
+  __device__ const KvTile& keys(const Source&, const State& state, int, int) {
+    wait_for_copies<2 * STAGES - 1>();
+    __syncwarp();
+    return keys_at[state.stage];
   }
   __device__ void end_keys(const Source& s, const State& state, int lane) {
     __syncwarp();
     ask(keys_at[state.stage], s.keys, s, state, lane);
   }
   __device__ const KvTile& values(const Source& s, const State& state, int p, int lane) {
-    return arrived(values_at[state.stage], s, p, lane);
+    wait_for_copies<2 * STAGES - 1>();
+    __syncwarp();
+    if (p < s.low || p + STEP > s.high) {
+      values_at[state.stage].hide(max(0, s.low - p), min(STEP, s.high - p), lane);
+      __syncwarp();
+    }
+    return values_at[state.stage];
   }
   __device__ void end_values(const Source& s, State& state, int lane) {
     __syncwarp();
     ask(values_at[state.stage], s.values, s, state, lane);
-    advance(s, state);
+    state.ahead.go_on(s);
+    state.page = s.where.at(state.ahead.p);
     state.stage = state.stage + 1 == STAGES ? 0 : state.stage + 1;
   }
 
@@ -228,19 +231,24 @@ struct CopiedSteps {
     if (!state.ahead.is_done(s)) tile.copy(c.head(state.page), state.ahead.p, lane);
     commit_copies();
   }
-  __device__ void advance(const Source& s, State& state) {
-    if (state.ahead.is_done(s)) return;
-    state.ahead.go_on(s);
-    state.page = s.where.at(state.ahead.p);
-  }
-  __device__ const KvTile& arrived(KvTile& tile, const Source& s, int p, int lane) {
-    wait_for_copies<2 * STAGES - 1>();
-    __syncwarp();
-    if (p < s.low || p + STEP > s.high) {
-      tile.hide(s.low - p, s.high - p, lane);
-      __syncwarp();
+  // For the first STAGES steps, as far as they have positions from `fresh` on. A call, for its code
+  // runs twice.
+  __device__ __noinline__ void ask_first(const Source& s, int fresh, bool is_again, int lane) {
+    Walk at(s);
+#pragma unroll 1
+    for (int i = 0; i < STAGES; ++i) {
+      const bool is_asked = !at.is_done(s) && at.p + STEP > fresh;
+      const int page = s.where.at(at.p);
+      if (is_again && is_asked) {  // there is one copy of a place at a time
+        wait_for_copies<0>();
+        __syncwarp();
+      }
+      if (is_asked) keys_at[i].copy(s.keys.head(page), at.p, lane);
+      commit_copies();
+      if (is_asked) values_at[i].copy(s.values.head(page), at.p, lane);
+      commit_copies();
+      at.go_on(s);
     }
-    return tile;
   }
 };
 
@@ -257,7 +265,7 @@ struct ReadSteps {
     int page, next;
     __device__ explicit State(const Source& s) : page(s.where.at(Walk(s).p)) {}
   };
-  __device__ void begin(const Source&, State&, int) {}
+  __device__ void begin(const Source&, int) {}
   __device__ void refresh(const Source& s, State& state, int, int) {
     read_keys(s, state, Walk(s).p);
   }

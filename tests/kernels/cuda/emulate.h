@@ -327,6 +327,7 @@ namespace voltapile {
 
 inline float infinity() { return __builtin_inff(); }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline float half_value(unsigned bits) { return emulation::half(bits & 0xffff); }
 inline unsigned half_pair(float low, float high) {
   return emulation::half_bits(low) | emulation::half_bits(high) << 16;

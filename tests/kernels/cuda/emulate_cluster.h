@@ -9,22 +9,34 @@ inline int arrived_in[4096];  // of each thread: the generation of the barrier
 inline int rank() { return emulation::current / blockDim.x; }
 template <class T>
 T* of_block(T* mine, int block) {
-  auto* at = reinterpret_cast<std::uint8_t*>(mine);
+  const auto at = reinterpret_cast<std::intptr_t>(mine);
   return reinterpret_cast<T*>(at + (block - rank()) * emulation::block_bytes);
 }
+// Whether all threads have arrived that have not ended.
+inline bool is_met() {
+  int alive = 0;
+  for (unsigned i = 0; i < emulation::together * blockDim.x; ++i)
+    alive += !emulation::fibres[i].is_done;
+  return barrier.count == alive;
+}
 }  // namespace cluster
+using cluster::of_block;
 
 inline void cluster_arrive() {
-  auto& barrier = cluster::barrier;
-  cluster::arrived_in[emulation::current] = barrier.generation;
-  if (++barrier.count == static_cast<int>(emulation::together * blockDim.x)) {
-    barrier.count = 0;
-    ++barrier.generation;
-  }
+  ++cluster::barrier.count;
+  cluster::arrived_in[emulation::current] = cluster::barrier.generation;
 }
 inline void cluster_wait() {
-  while (cluster::barrier.generation == cluster::arrived_in[emulation::current])
-    emulation::pause();
+  const int generation = cluster::arrived_in[emulation::current];
+  while (cluster::barrier.generation == generation) {
+    if (cluster::is_met()) {
+      cluster::barrier.count = 0, ++cluster::barrier.generation;
+      return;
+    }
+    auto& fibre = emulation::fibres[emulation::current];
+    if (emulation::lane() != 0) fibre.awaited = &cluster::barrier, fibre.generation = generation;
+    emulation::pause();  // one of each warp looks on
+  }
 }
 
 // Bytes that are still to come (below 0: that came unexpected), whether they are expected, rings.

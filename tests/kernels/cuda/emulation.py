@@ -143,7 +143,8 @@ class EmulatedOps:
 
     def _compiled(self, instance: Instance) -> ctypes.CDLL:
         text = re.sub(r"(?<!extern )__shared__", "static", source_of(instance.file))
-        together = dict(instance.defines).get("SPLIT", "1")  # blocks of a cluster
+        defines = dict(instance.defines)  # of a cluster the blocks, by either name
+        together = defines.get("SPLIT", defines.get("CLUSTER", "1") if self.arch >= 90 else "1")
         headers = [HEADER, CLUSTER] if together != "1" else [HEADER]
         included = "".join(f'#include "{each.name}"\n' for each in headers)
         source = f"{included}{text}\n" + (
@@ -151,8 +152,8 @@ class EmulatedOps:
             f"  return emulation::launch({instance.function}, x, y, threads, shared, args, "
             f"{together});\n}}\n"
         )
-        defines = [f"-D{key}={value}" for key, value in instance.defines]
-        return compiled(source, [*defines, f"-DVP_ARCH={10 * self.arch}"], self._folder)
+        flags = [f"-D{key}={value}" for key, value in defines.items()]
+        return compiled(source, [*flags, f"-DVP_ARCH={10 * self.arch}"], self._folder)
 
 
 def _aligned(nbytes: int) -> np.ndarray:

@@ -97,6 +97,21 @@ def test_shares_of_a_piece(ops_for: Callable[[int], Any], types: tuple[str, str]
             np.testing.assert_array_equal(world.run(i, i + 1, 1)[0], together[i])
 
 
+@pytest.mark.parametrize("case", [
+    Case([(0, 130, 1)], heads=11, kv_heads=1),  # three shares; the second half of the rows
+    Case([(0, 2100, 1)], heads=1, kv_heads=1, window=2080),  # two pieces behind a window
+], ids=["few", "pieces"])  # fmt: skip
+def test_a_cluster_gives_the_bits_of_one_block(
+    ops_for: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch, case: Any
+) -> None:
+    ops = ops_for(90)
+    world = World(ops, ops.array, case)
+    together = world.run()
+    world.check(together)
+    monkeypatch.setattr(launcher, "_blocks", lambda *_: 1)
+    np.testing.assert_array_equal(world.run(), together)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_prompt_rows(ops_for: Callable[[int], Any], arch: int) -> None:
     """A mixed step: two prompts of which one goes on, a generated row between them."""
