@@ -19,7 +19,7 @@ from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.errors import ApiError, json_response
 from voltapile.gateway.api.generate import Delta, Generation, Outcome, started
 from voltapile.gateway.api.messages_schema import messages_request
-from voltapile.gateway.api.prompt import chat_prompt, conversation
+from voltapile.gateway.api.prompt import chat_ids, conversation
 from voltapile.gateway.api.schema import ChatRequest
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 from voltapile.gateway.api.sse import EventStream
@@ -49,7 +49,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    prompt = await chat_prompt(request.app[SERVICES], await _read(request))
+    prompt = await chat_ids(request.app[SERVICES], await _read(request))
     return json_response({"input_tokens": len(prompt)})
 
 

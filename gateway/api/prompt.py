@@ -18,6 +18,8 @@ from voltapile.gateway.tokenizer import Tokenizer
 
 BEGINNING, LEAST_BEGINNING = 8, 1 << 16  # characters: for each token of the context, and in all
 
+COUNTED = 1 << 18  # tokens of a chat that is only counted
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -36,9 +38,11 @@ async def conversation(services: Services, chat: ChatRequest) -> Conversation:
     return Conversation(checked(ids, context, "messages"), reading)
 
 
-async def chat_prompt(services: Services, chat: ChatRequest) -> list[int]:
-    """Only the ids."""
-    return (await conversation(services, chat)).ids
+async def chat_ids(services: Services, chat: ChatRequest) -> list[int]:
+    """To be counted: they may be more than the context holds."""
+    text = await rendered(services, chat)
+    encode, context = services.tokenizer.encode_chat, services.plan.context
+    return await off_loop(len(text), _encoded, encode, text, context, "messages", COUNTED)
 
 
 async def completion_prompts(
@@ -59,13 +63,17 @@ def _all_encoded(
     return [_encoded(encode, p, context, param) if isinstance(p, str) else p for p in prompts]
 
 
-def _encoded(encode: Callable[[str], list[int]], text: str, context: int, param: str) -> list[int]:
-    """The ids of `text`. A token takes 150 bytes while it is found, so beginnings are tried first:
-    one that is far too long says enough of the whole."""
-    size = max(LEAST_BEGINNING, BEGINNING * context)
+def _encoded(
+    encode: Callable[[str], list[int]], text: str, context: int, param: str, most: int = 0
+) -> list[int]:
+    """The ids of `text`, if they are at most so many, or not far more than the context holds. A
+    token takes 150 bytes while it is found, so beginnings are tried first: one that is far too
+    long says enough of the whole."""
+    most = max(most, 2 * context)
+    size = max(LEAST_BEGINNING, BEGINNING // 2 * most)
     while size < len(text):
         count = len(encode(text[:size]))
-        if count > 2 * context:
+        if count > most:
             raise _too_long(f"about {count * len(text) // size}", context, param)
         size *= 4
     return encode(text)

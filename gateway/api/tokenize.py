@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from voltapile.gateway.api.errors import bad_request, json_response
 from voltapile.gateway.api.fields import Fields, token_ids
-from voltapile.gateway.api.prompt import chat_prompt
+from voltapile.gateway.api.prompt import chat_ids
 from voltapile.gateway.api.schema import chat_request
 from voltapile.gateway.api.services import SERVICES, off_loop, read_body
 from voltapile.gateway.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if fields.values.get("messages") is not None:
         known = tokenizer.vocab_size, services.defaults
         chat = await off_loop(len(body), chat_request, body, *known)
-        ids = await chat_prompt(services, chat)
+        ids = await chat_ids(services, chat)
     else:
         ids = await off_loop(len(body), _ids, tokenizer, fields)
     pieces = fields.flag("with_pieces")

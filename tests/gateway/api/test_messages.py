@@ -104,6 +104,10 @@ async def test_going_on_from_the_assistants_words(post, engine, tokenizer):
 async def test_count_tokens(post, engine, tokenizer):
     status, body = await post("/v1/messages/count_tokens", {"messages": USER, "model": "any"})
     assert (status, body) == (200, {"input_tokens": len(encoded(tokenizer))})
+    long = [{"role": "user", "content": "a" * 1000}]  # clients ask whether it is too long
+    status, body = await post("/v1/messages/count_tokens", {"messages": long})
+    assert status == 200
+    assert 1000 < body["input_tokens"] < 1100
     assert not engine.prompts
 
 

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 from voltapile.gateway.api.errors import ApiError
-from voltapile.gateway.api.prompt import _encoded, chat_prompt, completion_prompts
+from voltapile.gateway.api.prompt import (
+    COUNTED,
+    _encoded,
+    chat_ids,
+    completion_prompts,
+    conversation,
+)
 from voltapile.gateway.api.schema import chat_request, completion_request
 from voltapile.gateway.api.services import Services
 from voltapile.gateway.grammar import Grammars
@@ -30,6 +36,10 @@ def services(engine, tokenizer, template, plan):
 def chat(content="hi", **fields):
     body = {"messages": [{"role": "user", "content": content}], **fields}
     return chat_request(json.dumps(body).encode(), 258)
+
+
+async def chat_prompt(services, asked):
+    return (await conversation(services, asked)).ids
 
 
 async def ids_of(services, prompt):
@@ -77,6 +87,13 @@ async def test_a_long_chat_names_messages(services):
     with pytest.raises(ApiError) as caught:
         await chat_prompt(services, chat("x" * 40_000))  # long enough to be rendered in a thread
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
+async def test_what_is_only_counted_may_be_longer_than_the_context(services):
+    assert len(await chat_ids(services, chat("x" * 100_000))) == 100_000 + 19
+    with pytest.raises(ApiError, match="about") as caught:
+        await chat_ids(services, chat("x" * (8 * COUNTED)))
+    assert caught.value.code == "context_length_exceeded"
 
 
 async def test_what_the_template_refuses_is_the_callers_fault(services):
