@@ -123,9 +123,12 @@ def _message(message: Any, i: int) -> dict[str, Any]:
     if not role:
         param = f"{where}.role"
         raise bad_request(f"'{param}' is missing", param, "missing_required_parameter")
-    for name in ("reasoning_content", "tool_call_id", "name"):
+    for name in ("tool_call_id", "name"):
         fields.text(name)
     message = checked_calls(message, where)
+    thought = fields.text("reasoning_content") or fields.text("reasoning")  # as vLLM names it
+    if thought:
+        message = {**message, "reasoning_content": thought}
     content = message.get("content")
     if content is None and role != "assistant":
         param = f"{where}.content"

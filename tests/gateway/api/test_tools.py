@@ -1,5 +1,6 @@
 """Tools and reasoning through the real listener: what templates see, what clients get."""
 
+import contextlib
 import json
 
 import openai
@@ -156,6 +157,16 @@ async def test_streamed_reasoning(events, engine):
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert [d["reasoning_content"] for d in deltas if "reasoning_content" in d] == ["h", "m"]
     assert [d["content"] for d in deltas if d.get("content")] == ["Y", "e", "s"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_earlier_reasoning_goes_to_the_template(serve, engine, name):
+    with contextlib.closing(ChatTemplate("{{ messages[0].reasoning_content }}</think>")) as made:
+        client = await serve(template=made)
+        messages = [{"role": "assistant", "content": "Yes", name: "hm"}, *BODY["messages"]]
+        async with client.post(PATH, json={"messages": messages}) as response:
+            assert response.status == 200
+    assert prompt(engine) == "hm</think>"
 
 
 async def test_reasoning_left_where_it_is(post, engine):
