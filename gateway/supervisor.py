@@ -8,6 +8,7 @@ asks a worker to stop, the supervisor only sends signals.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import re
@@ -18,6 +19,7 @@ from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import RawIOBase
 from math import isfinite
 from pathlib import Path
 from typing import Self
@@ -53,14 +55,24 @@ def plan_file(plan: Plan) -> Iterator[Path]:
     path = socket.with_suffix(".json")
     path.unlink(missing_ok=True)
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # while we live, which is what _sweep asks
-            file.write(to_json(plan))
-            file.flush()
+            _write(file, to_json(plan), path)
             yield path
     finally:
         path.unlink(missing_ok=True)
         socket.unlink(missing_ok=True)
+
+
+def _write(file: RawIOBase, data: bytes, path: Path) -> None:
+    """Raises OSError, also where a disk takes a part of it only."""
+    try:
+        done = file.write(data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    if done != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def is_taken(endpoint: str) -> bool:

@@ -1,6 +1,8 @@
 """The supervisor with trivial children."""
 
 import asyncio
+import errno
+import io
 import os
 import signal
 import socket
@@ -210,6 +212,18 @@ def test_the_plan_file_is_private_and_goes_away(tmp_path: Path) -> None:
         assert from_json(path.read_bytes()) == plan
         assert worker_command(path, 1)[-4:] == ["--plan", str(path), "--rank", "1"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("taken", [None, 5])
+def test_a_full_disk_is_told_with_the_path(tmp_path: Path, taken: int | None) -> None:
+    class Full(io.RawIOBase):
+        def write(self, data: object) -> int:
+            if taken is None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return taken
+
+    with pytest.raises(OSError, match="No space left on device: .*plan.json"):
+        supervisor_module._write(Full(), b"a long plan", tmp_path / "plan.json")
 
 
 def test_what_killed_servers_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

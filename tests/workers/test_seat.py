@@ -14,6 +14,7 @@ import pytest
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
 from voltapile.workers import seat as seat_module
+from voltapile.workers.claim import UNSEEN
 from voltapile.workers.seat import Seat
 
 
@@ -62,6 +63,7 @@ def test_the_first_reason_counts(seats: list[Seat]) -> None:
 
 ORPHAN = """
 import sys, time
+from voltapile.workers.claim import UNSEEN
 from voltapile.workers.seat import Seat
 seat = Seat(sys.argv[1], 2, 0)
 seat.join()
@@ -84,6 +86,16 @@ def test_a_rank_without_its_board_is_found(
             seats[0].join()
         monkeypatch.setattr(seat_module, "PREDECESSORS_SECONDS", 10.0)
         threading.Timer(0.2, orphan.kill).start()  # it ends while we wait for that
+        seats[0].join()
+
+
+def test_a_rank_that_is_not_seen_from_here(
+    monkeypatch: pytest.MonkeyPatch, seats: list[Seat]
+) -> None:
+    """As in another container that has the same shared memory and network."""
+    monkeypatch.setattr(seat_module, "PREDECESSORS_SECONDS", 0.1)
+    monkeypatch.setattr(seat_module.Claim, "take", lambda self: UNSEEN)
+    with pytest.raises(GroupError, match="rank 0 runs as a process that is not seen from here"):
         seats[0].join()
 
 

@@ -18,7 +18,7 @@ from voltapile.kernels.backend import describe
 from voltapile.kernels.cuda import attention, pages
 from voltapile.kernels.cuda.launch import DeviceArray
 from voltapile.kernels.cuda.links import Islands, Links
-from voltapile.kernels.cuda.positions import CudaPositions
+from voltapile.kernels.cuda.positions import SEEN, STORED, CudaPositions
 from voltapile.kernels.ops import Batch
 from voltapile.kernels.positions import Runs
 from voltapile.kernels.reference.families import ReferenceFamilyOps
@@ -199,6 +199,12 @@ def test_what_is_kept(ops_for: Callable[[int], Emulated], part: int) -> None:
         for each in ("seen", "stored"):
             found = ops.to_host(getattr(getattr(ours, each), name))
             np.testing.assert_array_equal(found, getattr(getattr(theirs, each), name), (each, name))
+
+
+def test_attention_may_read_early_where_tokens_stand() -> None:
+    """It does, before its predecessor has ended, and it may be the next launch after these two."""
+    assert not SEEN.waits
+    assert not STORED.waits
 
 
 def test_weighing_and_taking(ops_for: Callable[[int], Emulated]) -> None:
