@@ -28,6 +28,7 @@ __device__ __forceinline__ T block_join(T value, T* scratch, Join join) {
     return part;
   }
   T all = scratch[0];
+#pragma unroll 1
   for (int w = 1; w < warps; ++w) all = join(all, scratch[w]);
   return all;
 }

@@ -54,9 +54,10 @@ __device__ __forceinline__ float sum_of_warps(const std::uint8_t* shared, int st
 }
 
 __device__ __forceinline__ float activated(float gate, Epilogue kind) {
-  if (kind == SILU) return gate / (1.0f + expf(-gate));
-  const float slope = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
-  return gate / (1.0f + expf(-slope));  // sqrt(8 / pi); tanh without cancellation
+  float slope = gate;
+  if (kind != SILU)  // sqrt(8 / pi); tanh without cancellation
+    slope = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+  return gate / (1.0f + expf(-slope));
 }
 
 __device__ __forceinline__ void write_sums(const Target& target, const std::uint8_t* shared,

@@ -89,10 +89,10 @@ struct BlockTokens {
     a = four_columns(row, first, k);
     b = four_columns(row, first + O::APART, k);
   }
-  // The same where k is a multiple of 256.
-  static __device__ __forceinline__ void load_whole(const float* row, int column, int lane,
+  // The same where k is a multiple of 256; offset: of the chunk from the first token's row on.
+  static __device__ __forceinline__ void load_whole(const float* x, unsigned offset, int lane,
                                                     float4& a, float4& b) {
-    const float* first = row + column + O::column(lane >> 2, lane & 3);
+    const float* first = x + O::column(lane >> 2, lane & 3) + offset;
     a = *reinterpret_cast<const float4*>(first);
     b = *reinterpret_cast<const float4*>(first + O::APART);
   }

@@ -6,10 +6,10 @@
 
 namespace voltapile {
 
-__device__ __forceinline__ constexpr int aligned(int bytes) { return (bytes + 127) / 128 * 128; }
+__device__ __forceinline__ constexpr int aligned(int bytes) { return (bytes + 127) & ~127; }
 
 template <class F>
-__device__ __forceinline__ int row_bytes_of(int k) {
+__device__ __forceinline__ int row_bytes_of(unsigned k) {
   return k / F::length * F::bytes;
 }
 
@@ -94,7 +94,7 @@ struct RingMemory {
   static constexpr int WARP = aligned(DEPTH * Raw::SIZE + SCALES);
 
   static __device__ __forceinline__ int tokens_bytes(int room) {
-    return (Staged::PER_TOKEN * room + 15) / 16 * 16;
+    return (Staged::PER_TOKEN * room + 15) & ~15;
   }
 };
 

@@ -25,7 +25,7 @@ struct Units {
     count = second + (all.is_glu() ? 0 : units_of(mask, 2));
   }
   __device__ __forceinline__ int units_of(unsigned mask, int m) const {
-    return mask >> m & 1 ? (all.matrices[m].rows + 15) / 16 : 0;
+    return mask >> m & 1 ? (all.matrices[m].rows + 15) >> 4 : 0;
   }
   __device__ __forceinline__ int before(int unit) const {  // in earlier matrices
     return unit < first ? 0 : unit < second ? first : second;
@@ -65,13 +65,19 @@ struct Vectors {
            (16 % ROWS == 0 || turn < TURNS - 1 || turn * ROWS + lane / VECTORS < 16);
   }
   static __device__ __forceinline__ unsigned offset(int lane, int turn, int row_bytes) {
-    const int index = lane + 32 * turn;
-    return min(index / VECTORS, 15) * row_bytes + 16 * (index % VECTORS);
+    static_assert(VECTORS < 60);
+    const int index = lane + 32 * turn, row = index * (65536 / VECTORS + 1) >> 16;
+    return min(row, 15) * row_bytes + 16 * (index - row * VECTORS);
   }
   static __device__ __forceinline__ int place(int lane) {
     return IS_DENSE ? 16 * lane : lane / VECTORS * Raw::STRIDE + lane % VECTORS * 16;
   }
 };
+
+template <class F>
+__device__ __forceinline__ int chunks_of(unsigned k) {
+  return k / RingMemory<F>::COLUMNS;
+}
 
 // The next chunk of a warp that is to be fetched.
 template <class F>
@@ -79,39 +85,41 @@ struct Ahead {
   using M = RingMemory<F>;
   using V = Vectors<F>;
   const Units& units;
-  int unit, step, warp, lane, chunks, row_bytes, left, tiles = 0;  // tiles of the unit to come
+  int unit, step, warp, lane, chunks, row_bytes, left = 0, tiles = 0;  // tiles of the unit to come
   const std::uint8_t* from;
   unsigned offsets[V::KEPT];  // of this lane's vectors from the chunk's first row
 
   __device__ __forceinline__ Ahead(const Units& units, int unit, int step, int warp, int lane)
       : units(units), unit(unit - step), step(step), warp(warp), lane(lane),
-        chunks(units.all.k / M::COLUMNS), row_bytes(row_bytes_of<F>(units.all.k)) {
+        chunks(chunks_of<F>(units.all.k)), row_bytes(row_bytes_of<F>(units.all.k)) {
 #pragma unroll
     for (int turn = 0; turn < V::KEPT; ++turn) offsets[turn] = V::offset(lane, turn, row_bytes);
     if (warp >= chunks) this->unit = units.count;
-    find();
   }
-  // To a place of the ring, if there is a chunk.
+  // To a place of the ring, if there is a chunk. The first time only finds one.
   __device__ __forceinline__ void fetch(std::uint8_t* place) {
     if (unit < units.count) {
-      const std::uint8_t* vector = from + offsets[0];
-      std::uint8_t* own = place + V::place(lane);
-#pragma unroll
-      for (int turn = 0; turn < V::TURNS; ++turn) {
-        if (V::IS_DENSE) vector = from + offsets[turn];
-        if (V::is_in(lane, turn))
-          copy_async(own + turn * V::APART, vector - V::Raw::skew(vector), 16);
-        if (!V::IS_DENSE) vector += V::ROWS * row_bytes;
-      }
-      from += WARPS * M::BYTES;
-      if (--left == 0) find();
+      if (left > 0) copy(place);
+      if (--left <= 0) find();
     }
     commit_copies();
   }
 
  private:
+  __device__ __forceinline__ void copy(std::uint8_t* place) {
+    const std::uint8_t* vector = from + offsets[0];
+    std::uint8_t* own = place + V::place(lane);
+#pragma unroll
+    for (int turn = 0; turn < V::TURNS; ++turn) {
+      if (V::IS_DENSE) vector = from + offsets[turn];
+      if (V::is_in(lane, turn))
+        copy_async(own + turn * V::APART, vector - V::Raw::skew(vector), 16);
+      if (!V::IS_DENSE) vector += V::ROWS * row_bytes;
+    }
+    from += WARPS * M::BYTES;
+  }
   __device__ __forceinline__ void find() {
-    left = (chunks - 1 - warp) / WARPS + 1;
+    left = static_cast<unsigned>(chunks - 1 - warp) / WARPS + 1;
     if (tiles == 0) unit += step;
     const Matrix matrix = units.matrix(unit);
     const int row = first_row_of(16 * (unit - units.before(unit)), matrix.rows);
@@ -142,7 +150,7 @@ struct Ending {
     if (units.all.kind == ADD && is_there(matrix)) before = *place(matrix);
   }
   __device__ __forceinline__ bool is_there(const Matrix& matrix) const {
-    return i / 16 < units.all.tokens && row(matrix) >= meant();
+    return (i / 16 < units.all.tokens) & (row(matrix) >= meant());  // no branch
   }
   __device__ __forceinline__ int meant() const { return 16 * (unit - units.before(unit)); }
   __device__ __forceinline__ int row(const Matrix& matrix) const {
@@ -156,17 +164,17 @@ struct Ending {
     unit = afresh(unit);
     const Matrix matrix = units.matrix(unit);
     if (!is_there(matrix)) return;
-    float value = 0, up = 0;
+    const int own = row(matrix);
+    float value = 0, gate = 0;
+#pragma unroll 1
+    for (int sub = 0; sub <= units.all.is_glu(); ++sub, sums += WARPS * one) {
+      gate = value, value = 0;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) value += sums[warp * one + i];
-    if (matrix.bias != nullptr) value += matrix.bias[row(matrix)];
-    if (units.all.is_glu()) {
-#pragma unroll
-      for (int warp = 0; warp < WARPS; ++warp) up += sums[(WARPS + warp) * one + i];
-      const float* bias = units.all.matrices[1].bias;
-      if (bias != nullptr) up += bias[row(matrix)];
-      value = activated(value, units.all.kind) * up;
+      for (int warp = 0; warp < WARPS; ++warp) value += sums[warp * one + i];
+      const float* bias = sub ? units.all.matrices[1].bias : matrix.bias;
+      if (bias != nullptr) value += bias[own];
     }
+    if (units.all.is_glu()) value = activated(gate, units.all.kind) * value;
     *place(matrix) = units.all.kind == ADD ? before + value : value;
   }
 };
@@ -187,26 +195,28 @@ template <class F>
 __device__ __forceinline__ void stage(const Product& all, std::uint8_t* memory, int chunk, int step,
                                       int lane) {
   using M = RingMemory<F>;
-  const int size = M::tokens_bytes(all.tokens), chunks = all.k / M::COLUMNS;
+  const int size = M::tokens_bytes(all.tokens), chunks = chunks_of<F>(all.k);
   if constexpr (Order<F>::IS_BLOCK) {
     constexpr int SEVERAL = 3;
     int token = 0;
     while (chunk < chunks) {
       float4 a[SEVERAL], b[SEVERAL];
-      int chunk_of[SEVERAL], token_of[SEVERAL];
+      int next = chunk, next_token = token;
 #pragma unroll
       for (int i = 0; i < SEVERAL; ++i) {
-        chunk_of[i] = chunk, token_of[i] = token;
-        const int some = min(chunk, chunks - 1);
-        M::Staged::load_whole(all.x + token * all.k, some * M::COLUMNS, lane, a[i], b[i]);
+        const int some = min(next, chunks - 1);
+        M::Staged::load_whole(all.x, next_token * all.k + some * M::COLUMNS, lane, a[i], b[i]);
+        next_token = next_token + 1 < all.tokens ? next_token + 1 : 0;
+        next += next_token == 0 ? step : 0;
+      }
+#pragma unroll 1
+      for (int left = SEVERAL; left > 0 && chunk < chunks; --left) {
+        typename M::Staged(memory + chunk * size, all.tokens).put(token, a[0], b[0], lane);
+#pragma unroll
+        for (int i = 1; i < SEVERAL; ++i) a[i - 1] = a[i], b[i - 1] = b[i];
         token = token + 1 < all.tokens ? token + 1 : 0;
         chunk += token == 0 ? step : 0;
       }
-#pragma unroll
-      for (int i = 0; i < SEVERAL; ++i)
-        if (chunk_of[i] < chunks)
-          typename M::Staged(memory + chunk_of[i] * size, all.tokens)
-              .put(token_of[i], a[i], b[i], lane);
     }
   } else {
     for (; chunk < chunks; chunk += step)
@@ -224,7 +234,7 @@ __device__ __forceinline__ void stream(const Product& all, unsigned mask, int bl
   const int lane = threadIdx.x & 31, warp_of_block = threadIdx.x >> 5;
   const int team = warp_of_block / WARPS, warp = warp_of_block % WARPS;
   const Tile tile{lane};
-  const int chunks = all.k / M::COLUMNS, row_bytes = row_bytes_of<F>(all.k);
+  const int chunks = chunks_of<F>(all.k), row_bytes = row_bytes_of<F>(all.k);
   const int subs = all.is_glu() ? 2 : 1, one = 16 * all.tokens;
   const int slot_bytes = M::tokens_bytes(all.tokens), all_tokens = aligned(chunks * slot_bytes);
   std::uint8_t* ring = shared + all_tokens + warp_of_block * M::WARP;
@@ -235,10 +245,11 @@ __device__ __forceinline__ void stream(const Product& all, unsigned mask, int bl
   const int step = TEAMS * blocks;
   int unit = block + team * blocks;
   Ahead<F> ahead(units, unit, step, warp, lane);
-#pragma unroll
-  for (int i = 0; i < DEPTH; ++i) ahead.fetch(ring + i * Raw::SIZE);
+#pragma unroll 1
+  for (int i = -1; i < DEPTH; ++i) ahead.fetch(ring + i * Raw::SIZE);
   grid_wait();
-  stage<F>(all, shared, warp_of_block, TEAMS * WARPS, lane);
+  // Of the whole warp, one number: branches on it need no code for lanes that go apart.
+  stage<F>(all, shared, __shfl_sync(~0u, warp_of_block, 0), TEAMS * WARPS, lane);
   __syncthreads();
 
   int place = 0;

@@ -43,11 +43,13 @@ rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps,
       sum += (v[i].x * v[i].x + v[i].y * v[i].y) + (v[i].z * v[i].z + v[i].w * v[i].w);
     }
   } else {
+#pragma unroll 1
     for (int i = threadIdx.x; i < n; i += blockDim.x) sum += x[i] * x[i];
   }
   sum = block_join(sum, scratch, Add());
   const float norm = 1.0f / sqrtf(sum / n + eps);
   if (count == 0) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < n; i += blockDim.x)
       finish(out, i, x[i] * norm * weight[i], accumulate);
     return;
