@@ -12,7 +12,7 @@ from typing import Any
 from voltapile.gateway.api.errors import ApiError, bad_request
 from voltapile.gateway.api.fields import Fields, kind
 from voltapile.gateway.api.options import NO_DEFAULTS, UNLIMITED, Defaults, read_options
-from voltapile.gateway.api.schema import ChatRequest
+from voltapile.gateway.api.schema import ChatRequest, template_kwargs
 from voltapile.gateway.api.tools import ToolUse, tool_use
 
 BILLING = "x-anthropic-billing-header:"  # a line that changes with every request of Claude Code
@@ -47,7 +47,7 @@ def messages_request(body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAU
     prefill = _prefill(messages, thinks)
     if not messages:
         raise bad_request("'messages' must hold something to answer", "messages")
-    kwargs = dict(fields.over(defaults).object("chat_template_kwargs").values)
+    kwargs = template_kwargs(fields.over(defaults))
     return ChatRequest(
         messages=messages,
         template_kwargs={"enable_thinking": thinks} | kwargs,

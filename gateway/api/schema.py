@@ -151,10 +151,7 @@ def _continued(fields: Fields, messages: list[dict[str, Any]]) -> str:
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
-    kwargs = dict(fields.object("chat_template_kwargs").values)
-    if reserved := sorted(RESERVED & kwargs.keys()):
-        param = "chat_template_kwargs"
-        raise bad_request(f"'{param}' must not hold '{reserved[0]}'", param)
+    kwargs = template_kwargs(fields)
     told: dict[str, Any] = {}
     effort = fields.text("reasoning_effort")
     if effort is not None:
@@ -169,6 +166,15 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
     if is_ended and not fields.flag("continue_final_message"):
         told["add_generation_prompt"] = False
     return told | kwargs
+
+
+def template_kwargs(fields: Fields) -> dict[str, Any]:
+    """chat_template_kwargs, of any route."""
+    param = "chat_template_kwargs"
+    kwargs = dict(fields.object(param).values)
+    if reserved := sorted(RESERVED & kwargs.keys()):
+        raise bad_request(f"'{param}' must not hold '{reserved[0]}'", param)
+    return kwargs
 
 
 def _splits_reasoning(fields: Fields) -> bool:

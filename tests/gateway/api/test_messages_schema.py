@@ -124,6 +124,10 @@ CALL = {"type": "tool_use", "id": "t", "name": "ls", "input": "{}"}
             {"messages": [USER, {"role": "assistant", "content": [CALL]}]},
             "messages[1].content[0].input",
         ),
+        *(
+            ({"chat_template_kwargs": {name: []}}, "chat_template_kwargs")
+            for name in ("messages", "tools", "self", "add_generation_prompt")
+        ),
         ({"system": 5}, "system"),
         ({"system": [IMAGE]}, "system[0]"),
         ({"thinking": {"type": "yes"}}, "thinking.type"),
