@@ -222,7 +222,7 @@ def test_a_full_disk_is_told_with_the_path(tmp_path: Path, taken: int | None) ->
                 raise OSError(errno.ENOSPC, "No space left on device")
             return taken
 
-    with pytest.raises(OSError, match="No space left on device: .*plan.json"):
+    with pytest.raises(OSError, match=r"No space left on device: .*plan\.json"):
         supervisor_module._write(Full(), b"a long plan", tmp_path / "plan.json")
 
 
