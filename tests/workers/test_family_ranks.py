@@ -44,8 +44,20 @@ def compare(
             assert backend == "reference" or allocated <= planned * 1.02, purpose
 
 
-@pytest.mark.parametrize("mode", ["tensor", "experts", "layer"])
-@pytest.mark.parametrize("ranks", [2, 3])
+SLOW = pytest.mark.slow  # what is dealt unevenly is so in the others, too
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"),
+    [
+        (3, "tensor"),
+        (2, "experts"),
+        (2, "layer"),
+        pytest.param(2, "tensor", marks=SLOW),
+        pytest.param(3, "experts", marks=SLOW),
+        pytest.param(3, "layer", marks=SLOW),
+    ],
+)
 @pytest.mark.parametrize("model", MINI)
 def test_mini(
     mini: Path, engine_for: Make, ranks_for: Make, drive: Make, model: str, ranks: int, mode: str
