@@ -48,7 +48,8 @@ struct Group {
   int mates, mate;        // of the island: how many, and which this rank is
   int islands, island;
   int pad;
-  int mate_ranks[MOST_RANKS], partner_ranks[MOST_RANKS];  // of the island; of the same place in each
+  // Of the island; of the same place in each.
+  int mate_ranks[MOST_RANKS], partner_ranks[MOST_RANKS];
   Peer peers[MOST_RANKS];
   unsigned packs[MOST_RANKS][PACK_BLOCKS];  // exchanges so far
   unsigned pieces[MOST_RANKS][PIECE_BLOCKS];
@@ -123,22 +124,23 @@ __device__ __forceinline__ void push(const Peer& peer, unsigned exchange, Words 
   store_narrow(to + SLOTS * 16, words.z, exchange);
 }
 
-// What the peer has pushed; after a failure anything.
+// What the peer has pushed; after a failure anything. One loop for both kinds of packs, since its
+// rare end is long.
 __device__ __forceinline__ Words pull(const Peer& peer, int other, unsigned exchange, Wait& wait,
                                       int block, int slot) {
   const char* from = slot_of(peer.in, exchange, peer.is_narrow, block, slot);
   Words words = {0, 0, 0};
-  if (!peer.is_narrow) {
-    while (!load_wide(from, exchange, &words) && !wait.is_over(other)) {
+  bool has_come;
+  do {
+    if (!peer.is_narrow) {
+      has_come = load_wide(from, exchange, &words);
+    } else {
+      has_come = load_narrow(from, exchange, &words.x);
+      if (has_come)  // both at once
+        has_come = load_narrow(from + SLOTS * 8, exchange, &words.y) &
+                   load_narrow(from + SLOTS * 16, exchange, &words.z);
     }
-    return words;
-  }
-  while (!load_narrow(from, exchange, &words.x) && !wait.is_over(other)) {
-  }
-  while (!load_narrow(from + SLOTS * 8, exchange, &words.y) && !wait.is_over(other)) {
-  }
-  while (!load_narrow(from + SLOTS * 16, exchange, &words.z) && !wait.is_over(other)) {
-  }
+  } while (!has_come && !wait.is_over(other));
   return words;
 }
 

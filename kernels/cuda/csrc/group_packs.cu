@@ -1,13 +1,14 @@
-// Collectives of small arrays by packs: whoever has a pack writes it to whom it concerns, and polls.
-// No barrier, no fence, no host. A thread has one pack of each exchange; blocks are SLOTS threads at
-// most, a grid PACK_BLOCKS at most, and both are the same on all ranks. `first`: where in the arrays this
-// launch begins.
+// Collectives of small arrays by packs: whoever has a pack writes it to whom it concerns, and
+// polls. No barrier, no fence, no host. A thread has one pack of each exchange; blocks are SLOTS
+// threads at most, a grid PACK_BLOCKS at most, and both are the same on all ranks. `first`: where
+// in the arrays this launch begins.
 #include "grid.cuh"
 #include "group.cuh"
 
 namespace voltapile {
 
-__device__ __forceinline__ void put(float* out, long long first, long long count, Sum sum, Sum old) {
+__device__ __forceinline__ void put(float* out, long long first, long long count, Sum sum,
+                                    Sum old) {
   if (first < count) out[first] = old.x + sum.x;
   if (first + 1 < count) out[first + 1] = old.y + sum.y;
   if (first + 2 < count) out[first + 2] = old.z + sum.z;
@@ -42,12 +43,14 @@ group_sum(Group* group, const float* part, float* out, long long first, long lon
   const int block = blockIdx.x;
   const long long at = first + 3LL * (block * static_cast<int>(blockDim.x) + threadIdx.x);
   const Words own = words_at(reinterpret_cast<const unsigned*>(part), at, count);
+#pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r != rank) push(group->peers[r], group->packs[r][block] + 1, own);
   }
   const Sum old = old_of(out, at, count, accumulate);
   Wait wait(group);
   Sum sum;
+#pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     const Words words =
         r == rank ? own : pull(group->peers[r], r, group->packs[r][block] + 1, wait);
@@ -72,12 +75,14 @@ group_sum_slices(Group* group, const float* part, float* out, long long first, l
   const long long at = first + 3LL * (block * static_cast<int>(blockDim.x) + threadIdx.x);
   const unsigned* words = reinterpret_cast<const unsigned*>(part);
   Wait wait(group);
+#pragma unroll 1
   for (int j = 0; j < mates; ++j) {
     const int r = group->mate_ranks[j];
     if (j != mate)
       push(group->peers[r], group->packs[r][block] + 1, words_at(words, at + j * slice, count));
   }
   Sum sum;
+#pragma unroll 1
   for (int j = 0; j < mates; ++j) {
     const int r = group->mate_ranks[j];
     const Words theirs = j == mate
@@ -87,10 +92,12 @@ group_sum_slices(Group* group, const float* part, float* out, long long first, l
     else sum.add(theirs);
   }
   const Words island = sum.words();
+#pragma unroll 1
   for (int k = 0; k < group->islands; ++k) {
     const int r = group->partner_ranks[k];
     if (k != group->island) push(group->peers[r], group->packs[r][block] + 1, island);
   }
+#pragma unroll 1
   for (int k = 0; k < group->islands; ++k) {
     const int r = group->partner_ranks[k];
     const Words theirs =
@@ -99,10 +106,12 @@ group_sum_slices(Group* group, const float* part, float* out, long long first, l
     else sum.add(theirs);
   }
   const Words total = sum.words();
+#pragma unroll 1
   for (int j = 0; j < mates; ++j) {
     const int r = group->mate_ranks[j];
     if (j != mate) push(group->peers[r], group->packs[r][block] + 2, total);
   }
+#pragma unroll 1
   for (int j = 0; j < mates; ++j) {
     const int r = group->mate_ranks[j];
     sum.start(j == mate ? total : pull(group->peers[r], r, group->packs[r][block] + 2, wait));
@@ -125,10 +134,12 @@ group_gather(Group* group, const unsigned* part, unsigned* out, long long first,
   const int stride = columns[ranks];
   const int mine = columns[rank + 1] - columns[rank];
   const Words own = words_at(part, at, rows * mine);
+#pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r != rank) push(group->peers[r], group->packs[r][block] + 1, own);
   }
   Wait wait(group);
+#pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     const Words words =
         r == rank ? own : pull(group->peers[r], r, group->packs[r][block] + 1, wait);
@@ -155,10 +166,12 @@ group_broadcast(Group* group, unsigned* x, long long first, long long count, int
   const int block = blockIdx.x;
   const long long at = first + 3LL * (block * static_cast<int>(blockDim.x) + threadIdx.x);
   const Words own = words_at(x, at, count);
+#pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r != rank) push(group->peers[r], group->packs[r][block] + 1, own);
   }
   Wait wait(group);
+#pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r == rank) continue;
     const Words words = pull(group->peers[r], r, group->packs[r][block] + 1, wait);
