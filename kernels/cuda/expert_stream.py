@@ -49,17 +49,23 @@ DOWN_PAIRS = [
 ]
 
 
-def _instance(file: str, function: str, pair: tuple[str, str], warps: int, depth: int) -> Instance:
+def _instance(
+    function: str, pair: tuple[str, str], is_alone: bool, warps: int, depth: int
+) -> Instance:
     defines = {"FORMAT": pair[0], "OTHER": pair[1], "WARPS": warps, "DEPTH": depth}
     defines |= {"STRIP": STRIP, "TILES": 1, "MANY": 0, "WHOLE_NUMBERS": int(WHOLE_NUMBERS)}
+    defines |= {"ALONE": 1} if is_alone else {}
     named = tuple((key, str(value)) for key, value in defines.items())
-    return Instance(file, function, named, is_exact=True, waits=True)
+    return Instance(f"{function}.cu", function, named, is_exact=True, waits=True)
 
 
 def _instances(
     function: str, pairs: list[tuple[str, str]], warps: int, depth: int
-) -> dict[tuple[str, str], Instance]:
-    return {pair: _instance(f"{function}.cu", function, pair, warps, depth) for pair in pairs}
+) -> dict[tuple[tuple[str, str], bool], Instance]:
+    """By formats, and whether there is no expert that every token takes, nor code for it."""
+    alone = [(pair, True) for pair in pairs if pair[0] == pair[1]]
+    keys = [*((pair, False) for pair in pairs), *alone]
+    return {key: _instance(function, *key, warps, depth) for key in keys}
 
 
 UP = _instances("expert_up_stream", UP_PAIRS, UP_WARPS, UP_DEPTH)
@@ -74,6 +80,10 @@ class Layer:
 
     table: ExpertTable
     shared: Shared | None
+
+    @property
+    def is_alone(self) -> bool:
+        return self.shared is None
 
     @property
     def up_pair(self) -> tuple[str, str]:
@@ -94,7 +104,7 @@ class Layer:
         """It depends on nothing that changes from step to step."""
         if self.table.gate.type_name != self.table.up.type_name:
             return False
-        if self.up_pair not in UP or self.down_pair not in DOWN:
+        if self.up_pair not in UP_PAIRS or self.down_pair not in DOWN_PAIRS:
             return False
         if self.shared is not None and (
             self.shared.gate.type_name != self.shared.up.type_name
@@ -176,7 +186,7 @@ def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inn
         router = shared.router.ptr if shared.router is not None else 0
         other_args = shared.gate.ptr, shared.up.ptr, router, other.ptr
     numbers = tokens, chosen.shape[1], columns, rows, room, units
-    ops.kernel(UP[layer.up_pair])(
+    ops.kernel(UP[layer.up_pair, layer.is_alone])(
         (_groups(max(rows, other_rows), 16 * units), chosen.size + turns),
         32 * UP_WARPS,
         (
@@ -195,7 +205,7 @@ def _down(
     (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
     tokens, used = chosen.shape
     numbers = used, columns, rows, int(adds), layer.down_slots(used)
-    ops.kernel(DOWN[layer.down_pair])(
+    ops.kernel(DOWN[layer.down_pair, layer.is_alone])(
         (_groups(rows, 16), tokens),
         32 * DOWN_WARPS,
         (
@@ -216,7 +226,7 @@ def _parts(
     if layer.shared is not None:
         other, turns = ops.scratch((tokens, rows)), _groups(tokens, room)
     numbers = tokens, used, columns, rows, room
-    ops.kernel(PARTS[layer.down_pair])(
+    ops.kernel(PARTS[layer.down_pair, layer.is_alone])(
         (_groups(rows, 16 * STRIP), chosen.size + turns),
         32 * DOWN_WARPS,
         (

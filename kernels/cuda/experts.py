@@ -37,14 +37,21 @@ def _rows(function: str, name: str, warps: int, tiles: int) -> Instance:
 EXPERT_UP = {name: _rows("expert_up", name, up_warps(name), 2) for name in CHUNKS}
 EXPERT_DOWN = {name: _rows("expert_down", name, CHUNKS[name].warps, 1) for name in CHUNKS}
 BF16 = Instance("route.cu", "round_to_bf16", waits=True)
-ROUTE, ROUTE_MANY = (
-    {
-        name: Instance("route.cu", function, (("KIND", str(int(kind))),), waits=True)
-        for name, kind in TAP_KINDS.items()
-    }
-    for function in ("route", "route_many")
-)
-CHOOSE = Instance("route.cu", "choose_experts", waits=True)
+HELD = 4, 8, 16, 32  # logits of a lane: as few as the experts need, for short code
+
+
+def _route(function: str, **defines: int) -> Instance:
+    named = tuple((key, str(value)) for key, value in defines.items())
+    return Instance("route.cu", function, named, waits=True)
+
+
+ROUTE = {
+    (name, held): _route("route", KIND=int(kind), HELD=held)
+    for name, kind in TAP_KINDS.items()
+    for held in HELD
+}
+ROUTE_MANY = {name: _route("route_many", KIND=int(kind)) for name, kind in TAP_KINDS.items()}
+CHOOSE = {held: _route("choose_experts", HELD=held) for held in HELD}
 GATE_ROWS = Instance("route.cu", "gate_rows", waits=True)
 GATE_VALUES = Instance("route.cu", "gate_values", waits=True)
 JOIN = Instance("route.cu", "join_gate", waits=True)
@@ -54,8 +61,8 @@ INSTANCES = [
     *EXPERT_DOWN.values(),
     *expert_groups.INSTANCES,
     *expert_stream.INSTANCES,
-    *(*ROUTE.values(), *ROUTE_MANY.values()),
-    *(BF16, CHOOSE, GATE_ROWS, GATE_VALUES, JOIN, SPLIT),
+    *(*ROUTE.values(), *ROUTE_MANY.values(), *CHOOSE.values()),
+    *(BF16, GATE_ROWS, GATE_VALUES, JOIN, SPLIT),
 ]
 
 
@@ -94,7 +101,7 @@ def route(
         if first:
             arrays = x, router, logits, chosen, weights, counts, tickets
             sizes = experts, used, first, generated, *numbers
-            ops.kernel(ROUTE[kind])(
+            ops.kernel(ROUTE[kind, _held(experts)])(
                 (_groups(experts, ROUTED), _groups(first, 8)),
                 256,
                 (*(each.ptr for each in arrays), *map(np.int32, sizes)),
@@ -132,7 +139,13 @@ def _choose(
     if tokens:
         pointers = logits.ptr, chosen.ptr, weights.ptr, counts.ptr
         numbers = experts, chosen.shape[1], tokens, generated
-        ops.kernel(CHOOSE)((_groups(tokens, 4),), 128, (*pointers, *map(np.int32, numbers)))
+        ops.kernel(CHOOSE[_held(experts)])(
+            (_groups(tokens, 4),), 128, (*pointers, *map(np.int32, numbers))
+        )
+
+
+def _held(experts: int) -> int:
+    return next(held for held in HELD if experts <= 32 * held)
 
 
 def _choice(
@@ -289,7 +302,7 @@ def split_heads(ops: Launcher, x: DeviceArray, dim: int) -> tuple[DeviceArray, D
     if x.size:
         pointers = x.ptr, first.ptr, second.ptr
         ops.kernel(SPLIT)(
-            (_groups(x.size, 256),), 256, (*pointers, np.int64(x.size), np.int32(dim))
+            (tokens, _groups(width, 256)), 256, (*pointers, np.int32(width), np.int32(dim))
         )
     return first, second
 

@@ -13,7 +13,7 @@ struct Present {
   float weights[MOST_USED];
   int ranks[MOST_USED], count;
 
-  // By one warp.
+  // By each warp for itself, with the same result: then loads come first, and nobody waits.
   __device__ __forceinline__ void find(const Experts& experts, const int* chosen,
                                        const float* shares, int used) {
     const int lane = threadIdx.x & 31;
@@ -48,12 +48,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
   const long long token = blockIdx.y;
   const int meant = blockIdx.x * 16, first_row = first_row_of(meant, rows);
   const int last_row = min(15, rows - 1), chunks = R::chunks(k), row_bytes = row_bytes_of<F>(k);
-  if (warp == 0)
-    here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, used);
-  __syncthreads();
-  const int items = here.count * chunks, others = other_down == nullptr ? 0 : Q::chunks(other_k);
+  here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, used);
+  __syncwarp();
+  const int items = here.count * chunks, others = IS_ALONE ? 0 : Q::chunks(other_k);
   // This warp's chunk of the one that all take: warps with fewer items begin.
-  const int other = (warp + WARPS - items % WARPS) % WARPS;
+  const int other = (warp - items) & (WARPS - 1);
   std::uint8_t* ring = shared + warp * (R::bytes(DEPTH) + Q::bytes(1));
   std::uint8_t* other_ring = ring + R::bytes(DEPTH);
   std::uint8_t* own_slots = shared + WARPS * (R::bytes(DEPTH) + Q::bytes(1)) +
@@ -75,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
              other_bytes);
   commit_copies();
   // Walks go over a token's experts as over tiles.
-  Walk ahead(warp, chunks), staged(warp, chunks), own(warp, chunks);
+  Walk ahead(warp, chunks), staged = ahead, own = ahead;
   const auto inner_of = [&](int n) { return inner + (token * used + here.ranks[n]) * k; };
   const auto stage = [&] {
     const float* other_x = other_inner + token * other_k;

@@ -13,47 +13,52 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
                  int other_k) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
-  __shared__ int list[MOST_TOKENS];
+  __shared__ Seats seats;
   grid_launch();
   grid_wait();
   const int pairs = tokens * used, y = blockIdx.y, begin = 16 * STRIP * blockIdx.x;
   const int tiles = min(STRIP, (rows - begin + 15) / 16), last_row = min(15, rows - 1);
-  const auto write = [&](const auto& strip, int own, auto out) {
-    for (int i = threadIdx.x; i < 16 * tiles * own; i += 32 * WARPS) {
-      const int token = i / 16 % own, t = i / 16 / own, meant = begin + 16 * t;
-      const int row = first_row_of(meant, rows) + i % 16;
-      if (row >= meant && row < rows) out(token)[row] = strip.sum(t, token, i % 16);
+  // For `own` tokens, by a thread for each; row: its place among those of `from` and of `to`.
+  const auto make = [&](const auto& strip, const std::uint8_t* down, int row_bytes, int own,
+                        long long row, const float* from, float* to) {
+    __syncthreads();  // what is in shared memory has been read
+    if (threadIdx.x < own) {
+      seats.from[threadIdx.x] = from + row * strip.k;
+      seats.to[threadIdx.x] = to + row * rows;
     }
-  };
-  if (y >= pairs) {
-    const int start = (y - pairs) * room, own = min(room, tokens - start);
-    const Strip<O> strip{tiles, other_k, last_row, room, shared};
-    strip.multiply(
+    __syncthreads();
+    const Sums sums = strip.multiply(
         own,
         [&](int t) {
-          const long long row = first_row_of(begin + 16 * t, rows);
-          return other_down + row * row_bytes_of<O>(other_k);
+          return down + static_cast<long long>(first_row_of(begin + 16 * t, rows)) * row_bytes;
         },
-        [&](int token) { return other_inner + static_cast<long long>(start + token) * other_k; },
-        [] {});
-    write(strip, own,
-          [&](int token) { return other_parts + static_cast<long long>(start + token) * rows; });
+        [&](int token) { return seats.from[token]; }, [] {});
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 16 * tiles * own; i += 32 * WARPS) {
+      const int tile = i / 16 / own, token = i / 16 - tile * own, meant = begin + 16 * tile;
+      const int row = first_row_of(meant, rows) + i % 16;
+      if (row >= meant && row < rows) seats.to[token][row] = sums.of(tile, token, i % 16);
+    }
+  };
+  if (!IS_ALONE && y >= pairs) {
+    const int start = (y - pairs) * room;
+    make(Strip<O>{tiles, other_k, last_row, room, shared}, other_down, row_bytes_of<O>(other_k),
+         min(room, tokens - start), start + threadIdx.x, other_inner, other_parts);
     return;
   }
   const Expert* expert = Experts{table, count, first}.find(chosen[y]);
   if (expert == nullptr) return;
   const std::uint8_t* down = expert->matrices[DOWN];
-  const Strip<F> strip{tiles, k, last_row, room, shared};
-  for_twins(chosen, pairs, y, room, tokens == 1, list, [&](int own) {
-    strip.multiply(
-        own,
-        [&](int t) {
-          const long long row = first_row_of(begin + 16 * t, rows);
-          return down + row * row_bytes_of<F>(k);
-        },
-        [&](int token) { return inner + static_cast<long long>(list[token]) * k; }, [] {});
-    write(strip, own,
-          [&](int token) { return parts + static_cast<long long>(list[token]) * rows; });
-  });
+#pragma unroll 1
+  for (int turn = 0, left = room + 1; left > room; turn += room) {
+    int mine = y;
+    left = 1;
+    if (tokens > 1) {
+      left = twins_of(chosen, pairs, y, turn, mine);
+      if (left <= 0) return;
+    }
+    make(Strip<F>{tiles, k, last_row, room, shared}, down, row_bytes_of<F>(k), min(room, left),
+         mine, inner, parts);
+  }
 #endif
 }

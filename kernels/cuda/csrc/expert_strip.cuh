@@ -1,6 +1,7 @@
 // Some tiles of 16 rows of one matrix, or of a gate and its up, times up to four tokens, by a
-// block, from sm_80 on. A tile's sums are made chunk by chunk, in the order of columns, whoever makes
-// them: they depend neither on the number of warps nor on other tokens. Knows nothing of experts.
+// block, from sm_80 on. A tile's sums are made chunk by chunk, in the order of columns, whoever
+// makes them: they depend neither on the number of warps nor on other tokens. Knows nothing of
+// experts.
 //
 // An item is a chunk of a tile; warp w takes items w, w + WARPS, ..., and has DEPTH of them on the
 // way. -D WARPS, DEPTH; TILES 1 and MANY 0.
@@ -16,9 +17,9 @@ constexpr int MOST_TOKENS = 4;
 
 template <class F>
 __device__ __forceinline__ int row_bytes_of(int k) {
-  return k / F::length * F::bytes;
+  return static_cast<unsigned>(k) / F::length * F::bytes;
 }
-__device__ __forceinline__ constexpr int whole(int bytes) { return (bytes + 127) / 128 * 128; }
+__device__ __forceinline__ constexpr int whole(int bytes) { return (bytes + 127) & ~127; }
 
 // A chunk of 16 rows times the tokens of its slot; a warp's ring of such chunks.
 template <class F>
@@ -32,9 +33,11 @@ struct Ring {
   static __device__ constexpr int bytes(int places) {
     return whole(places * Raw::SIZE + M::SCALES);
   }
-  static __device__ __forceinline__ int chunks(int k) { return (k + COLUMNS - 1) / COLUMNS; }
+  static __device__ __forceinline__ int chunks(int k) {
+    return static_cast<unsigned>(k + COLUMNS - 1) / COLUMNS;
+  }
   static __device__ __forceinline__ int slot_bytes(int room) {
-    return ((IS_WHOLE<F> ? Whole::PER_TOKEN : Staged::PER_TOKEN) * room + 15) / 16 * 16;
+    return ((IS_WHOLE<F> ? Whole::PER_TOKEN : Staged::PER_TOKEN) * room + 15) & ~15;
   }
   // row: a tile's first. The copy is not committed.
   static __device__ __forceinline__ void begin(const Raw& raw, std::uint8_t* place,
@@ -60,8 +63,11 @@ struct Ring {
     if constexpr (IS_WHOLE<F>) {
       Whole::put(slot + token * Whole::PER_TOKEN, held.a, held.b, lane);
     } else if constexpr (Order<F>::IS_BLOCK) {
-      float4 a, b;
-      Staged::load(row, chunk * COLUMNS, k, lane, a, b);
+      float4 a{}, b{};
+      // Whole columns, or whole groups of them: k is a multiple of what a format has in a block.
+      const int column = chunk * COLUMNS;
+      if (IS_K<F> || column + Order<F>::column(lane >> 2, lane & 3) < k)
+        Staged::load_whole(row, column, lane, a, b);
       Staged(slot, room).put(token, a, b, lane);
     } else {
       Staged staged(slot, room);
@@ -114,6 +120,20 @@ struct Walk {
   }
 };
 
+// What Strip makes: of each chunk [token of `room`][16 rows], tile after tile.
+struct Sums {
+  const float* first;
+  int chunks, room;
+
+  __device__ __forceinline__ float of(int tile, int token, int row) const {
+    const float* at = first + (tile * chunks * room + token) * 16 + row;
+    float all = 0.0f;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) all += at[chunk * room * 16];
+    return all;
+  }
+};
+
 // What a block does: `tiles` tiles of matrices with rows of k columns, and `room` tokens, most. Its
 // memory: tokens, rings, items' sums.
 template <class F>
@@ -126,15 +146,12 @@ struct Strip {
   __device__ __forceinline__ int tokens_bytes() const {
     return whole(chunks() * R::slot_bytes(room));
   }
-  __device__ __forceinline__ const float* sums() const {
-    return reinterpret_cast<const float*>(memory + tokens_bytes() + WARPS * R::bytes(DEPTH));
-  }
   // By all warps. The next is asked for before one is put down.
   template <class Row>
   __device__ __forceinline__ void stage(int count, Row row_of, int warp, int lane) const {
     const int slot = R::slot_bytes(room), chunks = this->chunks();
     int token = 0, chunk = warp;
-    if (chunk >= chunks) return;
+    if (chunk >= chunks || count <= 0) return;
     const float* row = row_of(0);
     typename R::Held held = R::load(row, k, chunk, lane);
 #pragma unroll 1
@@ -154,15 +171,15 @@ struct Strip {
   // first_of(tile): its first row. row_of(token): its values. What `arrive` waits for comes after
   // weights are asked for and before tokens are read.
   template <class First, class Row, class Arrive>
-  __device__ __forceinline__ void multiply(int count, First first_of, Row row_of,
+  __device__ __forceinline__ Sums multiply(int count, First first_of, Row row_of,
                                            Arrive arrive) const {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int chunks = this->chunks(), row_bytes = row_bytes_of<F>(k);
     const int slot = R::slot_bytes(room);
     std::uint8_t* ring = memory + tokens_bytes() + warp * R::bytes(DEPTH);
-    float* kept = const_cast<float*>(sums());
+    float* kept = reinterpret_cast<float*>(memory + tokens_bytes() + WARPS * R::bytes(DEPTH));
     const typename R::Raw raw(row_bytes, last_row, lane);
-    Walk ahead(warp, chunks), own(warp, chunks);
+    Walk ahead(warp, chunks), own = ahead;
     const Tile tile{lane};
     int place = 0;
     // The first DEPTH turns fill the ring. One loop, since code that runs once comes from far away.
@@ -190,14 +207,7 @@ struct Strip {
       }
     }
     __syncthreads();
-  }
-  // Of a row of a tile; after multiply().
-  __device__ __forceinline__ float sum(int tile, int token, int row) const {
-    const float* at = sums() + (tile * chunks() * room + token) * 16 + row;
-    float all = 0.0f;
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks(); ++chunk) all += at[chunk * room * 16];
-    return all;
+    return {kept, chunks, room};
   }
 };
 #endif

@@ -10,53 +10,87 @@ using namespace voltapile;
 struct Columns {
   const std::uint8_t *gate, *up;
 };
+struct Guests : Seats {
+  float factors[MOST_TOKENS];  // of what is written
+};
 
 // sigmoid(x . weight) of each token, by all threads.
-template <class Row>
-__device__ __forceinline__ void gate_tokens(const float* weight, int k, int count, Row row_of,
-                                            float* gates) {
-  __shared__ float scratch[32];
-  for (int token = 0; token < count; ++token) {
-    const float* row = row_of(token);
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < k; i += 32 * WARPS) sum = fmaf(row[i], weight[i], sum);
-    sum = block_join(sum, scratch, Add());
-    if (threadIdx.x == 0) gates[token] = sigmoid(sum);
-  }
-}
-
-// silu(gate x) * up x of units of 16 rows, `first` and those behind it, whose tiles are a gate's
-// and its up's in turn; out(token): where the token's values go.
-template <class Format, class Out, class Factor>
-__device__ __forceinline__ void write_inner(const Strip<Format>& strip, int count, int first,
-                                            int rows, Out out, Factor factor) {
-  // A warp has a token of a unit, half of its lanes the gate's rows, the others those of up.
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  int unit = 0, token = warp;
+__device__ __forceinline__ void gate_tokens(const float* weight, int k, int count,
+                                            Guests& guests) {
+  constexpr int SEVERAL = 8;  // loads under way
+  __shared__ float sums[WARPS];
 #pragma unroll 1
-  for (;; token += WARPS) {
-    for (; token >= count; ++unit) token -= count;
-    if (2 * unit >= strip.tiles) return;
-    const int meant = 16 * (first + unit), row = first_row_of(meant, rows) + lane % 16;
-    const float sum = strip.sum(2 * unit + lane / 16, token, lane % 16);
-    const float up = __shfl_xor_sync(ALL, sum, 16);
-    if (lane < 16 && row >= meant && row < rows)
-      out(token)[row] = activated(sum, SILU) * up * factor(token);
+  for (int token = 0; token < count; ++token) {
+    const float* row = guests.from[token];
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int start = threadIdx.x; start < k; start += SEVERAL * 32 * WARPS) {
+      float a[SEVERAL], b[SEVERAL];
+#pragma unroll
+      for (int i = 0; i < SEVERAL; ++i) {
+        const int at = start + 32 * WARPS * i;
+        a[i] = at < k ? row[at] : 0.0f;
+        b[i] = at < k ? weight[at] : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < SEVERAL; ++i) sum = fmaf(a[i], b[i], sum);
+    }
+    sum = warp_join(sum, Add());
+    __syncthreads();  // sums may still be read from the last time
+    if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = sum;
+    __syncthreads();
+    if (threadIdx.x >= 32) continue;
+    sum = sums[threadIdx.x & (WARPS - 1)];
+#pragma unroll
+    for (int step = WARPS / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(ALL, sum, step);
+    if (threadIdx.x == 0) guests.factors[token] = sigmoid(sum);
   }
 }
 
-// A block's units of 16 rows, of a matrix with `rows`.
+// What a block makes: units of 16 rows, `first` and those behind it, of a gate and its up with
+// `rows` rows of k columns, for up to `room` tokens. Their tiles are a gate's and its up's in turn.
 struct Units {
-  int first, count;
+  int first, count, rows, k, room;
+  Columns from;
 
-  __device__ __forceinline__ Units(int most, int rows)
-      : first(blockIdx.x * most), count(min(most, (rows + 15) / 16 - first)) {}
+  __device__ __forceinline__ Units(int most, int rows, int k, int room)
+      : first(blockIdx.x * most),
+        count(max(0, min(most, (rows + 15) / 16 - first))),
+        rows(rows), k(k), room(room) {}
+
+  // silu(gate x) * up x. arrive: as of Strip.
+  template <class Format, class Arrive>
+  __device__ __forceinline__ void make(std::uint8_t* memory, int tokens, const Guests& guests,
+                                       Arrive arrive) const {
+    const Strip<Format> strip{2 * count, k, min(15, rows - 1), room, memory};
+    const Sums sums = strip.multiply(
+        tokens,
+        [&](int t) {
+          const long long row = first_row_of(16 * (first + t / 2), rows);
+          return (t & 1 ? from.up : from.gate) + row * row_bytes_of<Format>(k);
+        },
+        [&](int token) { return guests.from[token]; }, arrive);
+    if (tokens <= 0) return;
+    // A warp has a token of a unit, half of its lanes the gate's rows, the others those of up.
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    int unit = 0, token = warp;
+#pragma unroll 1
+    for (;; token += WARPS) {
+#pragma unroll 1
+      for (; token >= tokens; ++unit) token -= tokens;
+      if (unit >= count) return;
+      const int meant = 16 * (first + unit), row = first_row_of(meant, rows) + lane % 16;
+      const float sum = sums.of(2 * unit + lane / 16, token, lane % 16);
+      const float up = __shfl_xor_sync(ALL, sum, 16);
+      if (lane < 16 && row >= meant && row < rows)
+        guests.to[token][row] = activated(sum, SILU) * up * guests.factors[token];
+    }
+  }
 };
 #endif
 
 // grid: (rows / 16 / units, tokens * used + turns of `room` tokens of the expert that all take).
-// out: [tokens * used][rows]; other_out [tokens][other_rows], times the token's gate if there is one.
+// out: [tokens * used][rows]; other_out [tokens][other_rows], times a token's gate if there is one.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
     expert_up_stream(const Expert* table, int count, int first, const int* chosen, const float* x,
                      float* out, int tokens, int used, int k, int rows, int room, int units,
@@ -64,62 +98,65 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
                      const float* other_weight, float* other_out, int other_rows) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
-  __shared__ int list[MOST_TOKENS];
-  __shared__ float gates[MOST_TOKENS];
-  const int pairs = tokens * used, y = blockIdx.y;
-  if (y >= pairs) {
-    const Units part(units, other_rows);
-    if (part.count <= 0) {
-      grid_wait();
-      return;
-    }
-    const int begin = (y - pairs) * room, own = min(room, tokens - begin);
-    const Strip<O> strip{2 * part.count, k, min(15, other_rows - 1), room, shared};
-    const auto row_of = [&](int token) { return x + static_cast<long long>(begin + token) * k; };
+  __shared__ Guests guests;
+  const int pairs = tokens * used, y = blockIdx.y, begin = (y - pairs) * room;
+  const bool is_other = !IS_ALONE && y >= pairs;
+  Units all(units, is_other ? other_rows : rows, k, room);
+  std::uint8_t* memory = shared;
+  Columns* places = reinterpret_cast<Columns*>(shared);
+  int local = 0;
+  if (is_other) {
     if (other_weight != nullptr)
+#pragma unroll 1
       for (int i = 32 * threadIdx.x; i < k; i += 32 * 32 * WARPS) prefetch(other_weight + i);
-    strip.multiply(
-        own,
-        [&](int t) {
-          const long long row = first_row_of(16 * (part.first + t / 2), other_rows);
-          return (t & 1 ? other_up : other_gate) + row * row_bytes_of<O>(k);
-        },
-        row_of,
-        [&] {
-          grid_wait();
-          grid_launch();
-          if (other_weight != nullptr) gate_tokens(other_weight, k, own, row_of, gates);
-        });
-    write_inner(
-        strip, own, part.first, other_rows,
-        [&](int token) { return other_out + static_cast<long long>(begin + token) * other_rows; },
-        [&](int token) { return other_weight != nullptr ? gates[token] : 1.0f; });
+  } else {
+    // Of all experts that are here, gate and up.
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += 32 * WARPS)
+      places[i] = {table[i].matrices[GATE], table[i].matrices[UP]};
+    memory += whole(16 * count);
+    grid_wait();
+    grid_launch();
+    local = chosen[y] - first;
+    __syncthreads();
+  }
+  // No branch depends on what was chosen, so that what comes before the first copy of weights is
+  // worked out while that is on its way.
+  const bool is_here = is_other || static_cast<unsigned>(local) < count;
+  if (!is_here) all.count = 0;
+  all.from = places[is_here ? local : 0];
+  if (is_other) all.from = {other_gate, other_up};
+  // By a thread for each of `own` tokens; row: that it is written to.
+  const auto seat = [&](int own, unsigned token, unsigned row, float* out) {
+    __syncthreads();  // what is in shared memory has been read
+    if (threadIdx.x < own) {
+      guests.from[threadIdx.x] = x + static_cast<long long>(token) * k;
+      guests.to[threadIdx.x] = out + static_cast<long long>(row) * all.rows;
+      guests.factors[threadIdx.x] = 1.0f;
+    }
+    __syncthreads();
+  };
+  if (is_other) {
+    const int own = all.count > 0 ? min(room, tokens - begin) : 0;
+    all.make<O>(memory, own, guests, [&] {
+      grid_wait();
+      grid_launch();
+      seat(own, begin + threadIdx.x, begin + threadIdx.x, other_out);
+      if (other_weight != nullptr) gate_tokens(other_weight, k, own, guests);
+    });
     return;
   }
-  // Of all experts that are here, gate and up; what is chosen is not known yet.
-  Columns* places = reinterpret_cast<Columns*>(shared);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < count; i += 32 * WARPS)
-    places[i] = {table[i].matrices[GATE], table[i].matrices[UP]};
-  grid_wait();
-  grid_launch();
-  const int local = chosen[y] - first;
-  const Units part(units, rows);
-  if (part.count <= 0 || local < 0 || local >= count) return;
-  const Strip<F> strip{2 * part.count, k, min(15, rows - 1), room, shared + whole(16 * count)};
-  for_twins(chosen, pairs, y, room, tokens == 1, list, [&](int own) {
-    const Columns from = places[local];
-    strip.multiply(
-        own,
-        [&](int t) {
-          const long long row = first_row_of(16 * (part.first + t / 2), rows);
-          return (t & 1 ? from.up : from.gate) + row * row_bytes_of<F>(k);
-        },
-        [&](int token) { return x + static_cast<long long>(list[token] / used) * k; }, [] {});
-    write_inner(
-        strip, own, part.first, rows,
-        [&](int token) { return out + static_cast<long long>(list[token]) * rows; },
-        [](int) { return 1.0f; });
-  });
+  for (int turn = 0, left = room + 1; left > room; turn += room) {
+    int mine = y;
+    left = 1;
+    if (tokens > 1) {
+      left = twins_of(chosen, pairs, y, turn, mine);
+      if (left <= 0) return;
+    }
+    const int own = all.count > 0 ? min(room, left) : 0;
+    all.make<F>(memory, own, guests,
+                [&] { seat(own, mine / static_cast<unsigned>(used), mine, out); });
+  }
 #endif
 }

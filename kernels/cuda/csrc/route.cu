@@ -10,6 +10,9 @@ constexpr int THREADS = 256;
 #ifndef KIND
 #define KIND 0  // of a router's values, as in state_rows.cuh
 #endif
+#ifndef HELD
+#define HELD 32  // logits of a lane: experts are no more than 32 times as many
+#endif
 
 __device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
 #if VP_ARCH >= 800 && !defined(VP_EMULATION)
@@ -17,6 +20,16 @@ __device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
 #else
   return warp_join(x, Max());
 #endif
+}
+
+// Of numbers: their bits in their order, and back.
+__device__ __forceinline__ unsigned ordered(float x) {
+  const unsigned bits = __float_as_uint(x);
+  return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
+}
+__device__ __forceinline__ float from_ordered(unsigned bits) {
+  const unsigned is_negative = static_cast<unsigned>(static_cast<int>(~bits) >> 31);
+  return __uint_as_float(bits ^ (is_negative | 0x80000000u));
 }
 
 // float32 to the nearest BF16, ties to even.
@@ -35,24 +48,22 @@ extern "C" __global__ void round_to_bf16(const float* x, float* out, long long n
 
 // A token's choice, by a warp; a lane has HELD logits. The largest, of equal ones the first expert.
 // Weights are shares of the chosen ones, so that the others' sum cancels.
-template <int HELD>
-__device__ __forceinline__ void choose_of(const float* logits, int* chosen, float* weights,
-                                          u64* counts, int experts, int used) {
-  const int lane = threadIdx.x & 31;
+__device__ __forceinline__ void choose(const float* logits, int* chosen, float* weights,
+                                       u64* counts, int experts, int used) {
+  const int lane = threadIdx.x & 31, left = experts - lane;
   float values[HELD], best = -3.4e38f;
 #pragma unroll
-  for (int i = 0; i < HELD; ++i)
-    values[i] = 32 * i + lane < experts ? __ldcg(logits + 32 * i + lane) : -3.4e38f;
+  for (int i = 0; i < HELD; ++i) values[i] = __ldcg(logits + min(32 * i + lane, experts - 1));
 #pragma unroll
   for (int i = 0; i < HELD; ++i) best = fmaxf(best, values[i]);
-  best = warp_join(best, Max());
+  best = from_ordered(largest_of_warp(ordered(best)));
   // They are not negative, so their bits are in their order, and one is added: what is taken has
   // nothing. What is no number comes last.
   unsigned bits[HELD];
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
     const float value = expf(values[i] - best);
-    bits[i] = 32 * i + lane < experts ? 1u + (value >= 0.0f ? __float_as_uint(value) : 0u) : 0u;
+    bits[i] = 32 * i < left ? 1u + (value >= 0.0f ? __float_as_uint(value) : 0u) : 0u;
   }
   float mine = 0.0f, all = 0.0f;
 #pragma unroll 1
@@ -79,23 +90,31 @@ __device__ __forceinline__ void choose_of(const float* logits, int* chosen, floa
   if (lane < used) weights[lane] = mine / all;
 }
 
-__device__ __forceinline__ void choose(const float* logits, int* chosen, float* weights,
-                                       u64* counts, int experts, int used) {
-  if (experts <= 128)
-    choose_of<4>(logits, chosen, weights, counts, experts, used);
-  else if (experts <= 256)
-    choose_of<8>(logits, chosen, weights, counts, experts, used);
-  else if (experts <= 512)
-    choose_of<16>(logits, chosen, weights, counts, experts, used);
-  else
-    choose_of<32>(logits, chosen, weights, counts, experts, used);
-}
-
-// Four values of the router from `at` on.
+// Four values of the router from `at` on, which is a multiple of 4.
 __device__ __forceinline__ float4 four_of(const void* router, long long at) {
   if (KIND == 0) return *reinterpret_cast<const float4*>(static_cast<const float*>(router) + at);
-  return make_float4(tap_at(router, KIND, at), tap_at(router, KIND, at + 1),
-                     tap_at(router, KIND, at + 2), tap_at(router, KIND, at + 3));
+  const uint2 pairs =
+      *reinterpret_cast<const uint2*>(static_cast<const unsigned short*>(router) + at);
+  if (KIND == 1) {
+    const float2 low = half_values(pairs.x), high = half_values(pairs.y);
+    return {low.x, low.y, high.x, high.y};
+  }
+  return {__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
+          __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u)};
+}
+
+// The warp's sums of four values, with the bits of warp_join: lanes 8 e to 8 e + 7 get value e's.
+__device__ __forceinline__ float join_four(const float (&sum)[PER_BLOCK], int lane) {
+  static_assert(PER_BLOCK == 4);
+  const bool is_upper = lane & 16, is_odd = lane & 8;
+  const float a = (is_upper ? sum[2] : sum[0]) +
+                  __shfl_xor_sync(ALL, is_upper ? sum[0] : sum[2], 16);
+  const float b = (is_upper ? sum[3] : sum[1]) +
+                  __shfl_xor_sync(ALL, is_upper ? sum[1] : sum[3], 16);
+  float all = (is_odd ? b : a) + __shfl_xor_sync(ALL, is_odd ? a : b, 8);
+#pragma unroll
+  for (int step = 4; step > 0; step >>= 1) all += __shfl_xor_sync(ALL, all, step);
+  return all;
 }
 
 // grid: (experts / PER_BLOCK, tokens / 8), 256 threads, which share each row's columns; the block
@@ -110,7 +129,7 @@ route(const float* x, const void* router, float* logits, int* chosen, float* wei
   __shared__ bool is_last;
   grid_launch();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * PER_BLOCK;
-  const int first = blockIdx.y * 8, count = min(8, tokens - first), fours = k / 4;
+  const int first = blockIdx.y * 8, count = min(8, tokens - first), fours = k >> 2;
 #pragma unroll 1
   for (int start = 0; start < fours; start += THREADS * SLOTS) {
     float4 w[PER_BLOCK][SLOTS], v[SLOTS];
@@ -148,10 +167,10 @@ route(const float* x, const void* router, float* logits, int* chosen, float* wei
         }
       }
       if (t + 1 < count) load(first + t + 1);
-#pragma unroll
-      for (int e = 0; e < PER_BLOCK; ++e) {
-        const float all = warp_join(sum[e], Add());
-        if (lane == e) parts[t][e][warp] = start == 0 ? all : parts[t][e][warp] + all;
+      const float all = join_four(sum, lane);
+      if ((lane & 7) == 0) {
+        float& part = parts[t][lane >> 3][warp];
+        part = start == 0 ? all : part + all;
       }
     }
   }
@@ -284,13 +303,15 @@ extern "C" __global__ void join_gate(const float* gate, const float* up, float* 
   if (i < n) out[i] = gate[i] * sigmoid(gate[i]) * up[i];
 }
 
-// grid: (n / 256). x: [heads][2][dim]; first, second: [heads][dim]
-extern "C" __global__ void split_heads(const float* x, float* first, float* second, long long n,
+// grid: (tokens, width / 256). x: [tokens][heads][2][dim], a token's are `width`; first, second:
+// [tokens][heads][dim]
+extern "C" __global__ void split_heads(const float* x, float* first, float* second, int width,
                                        int dim) {
   grid_launch();
   grid_wait();
-  const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= n) return;
-  const long long head = i / (2 * dim), at = i % (2 * dim);
-  (at < dim ? first : second)[head * dim + at % dim] = x[i];
+  const unsigned i = blockIdx.y * blockDim.x + threadIdx.x, half = width / 2;
+  if (i >= width) return;
+  const unsigned part = i / dim, at = part / 2 * dim + (i - part * dim);
+  const long long token = blockIdx.x;
+  (part & 1 ? second : first)[token * half + at] = x[token * width + i];
 }
