@@ -22,9 +22,10 @@ def test_gateway_overhead(mini: Path) -> None:
     model = str(mini / "llama/model-f16.gguf")
     options = ["-m", model, "--tokens", "400", "--pace", "1", "--repeat", "1", "--json"]
     rows = json.loads(run("gateway_overhead.py", *options))
-    assert [row["streams"] for row in rows] == [1, 8, 32, "floor"]
+    assert [row["streams"] for row in rows] == [1, 8, 32, 1, 8, 32, "floor"]
+    assert [row.get("interval_ms") for row in rows] == [0, 0, 0, 50, 50, 50, None]
     assert all(row["cpu_us_per_token"] > 0 for row in rows)
-    assert all(row["tok_s"] > 0 for row in rows[:3])
+    assert all(row["tok_s"] > 0 for row in rows[:6])
     assert 0 < rows[0]["delay_us"] < 1e5
 
 
@@ -44,6 +45,14 @@ def test_idle_streams(mini: Path) -> None:
                          "--json"))  # fmt: skip
     assert row["streams"] == 40
     assert row["opened_mb"] < 100
+
+
+@pytest.mark.slow
+def test_soak(mini: Path) -> None:
+    model = str(mini / "qwen35moe/model-f16.gguf")
+    first, *_, last = run("soak.py", "-m", model, "--minutes", "0.1").splitlines()
+    assert first.startswith("0 requests: ")
+    assert "'200': " in last
 
 
 @pytest.mark.slow
