@@ -14,9 +14,12 @@ DAYS = 7
 
 
 @pytest.fixture(scope="session")
-def folder(request: pytest.FixtureRequest) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where compiled kernels are kept from run to run, and from test to test (emulation.py)."""
-    path: Path = request.config.cache.mkdir("emulated_kernels")
+    cache = getattr(request.config, "cache", None)
+    if cache is None:  # pytest -p no:cacheprovider
+        return tmp_path_factory.mktemp("emulated_kernels")
+    path: Path = cache.mkdir("emulated_kernels")
     for file in path.glob("*.so"):
         if time.time() - file.stat().st_mtime > DAYS * 86400:
             file.unlink()
