@@ -1,6 +1,6 @@
 // NVFP4: E4M3 scales s[4]@0 of 16 columns each, q[32]@4, e2m1 values stored doubled; columns j and
-// j + 8 of 16 share a byte. y = U(s) value[q], U half of the scale's value and 0 for 0x7F. A tensor's
-// factor, where the file has one, is not in the block.
+// j + 8 of 16 share a byte. y = U(s) value[q], U half of the scale's value and 0 for 0x7F. A
+// tensor's factor, where the file has one, is not in the block.
 #pragma once
 #include "bits.h"
 

@@ -76,7 +76,8 @@ bool Group::meet() {
   const std::uint32_t all = round_ * static_cast<std::uint32_t>(args_.ranks);
   const std::uint32_t come = words_[0].value.fetch_add(1, std::memory_order_seq_cst) + 1;
   if (come == all) {
-    if (words_[0].sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&words_[0].value, 0);
+    if (words_[0].sleepers.load(std::memory_order_seq_cst) != 0)
+      futex_wake_all(&words_[0].value, 0);
     return true;
   }
   return wait(words_[0], all, -1, "come");

@@ -31,7 +31,7 @@ struct GroupArgs {
   double seconds;     // after which a wait gives up
   const std::atomic<std::uint32_t>* abort;  // not 0: all waits give up; may be null
   std::atomic<std::int32_t>* waits_for;     // the rank that this one waits for, or -1; may be null
-  std::atomic<std::int64_t>* heartbeat;     // CLOCK_MONOTONIC ns, written while waiting; may be null
+  std::atomic<std::int64_t>* heartbeat;     // CLOCK_MONOTONIC ns, written while waiting, or null
   bool crowded;                             // more threads than CPUs: do not spin
   std::function<bool()> is_interrupted;     // asked while waiting: whether to give up; may be empty
 };

@@ -16,7 +16,7 @@ using namespace nanobind::literals;
 namespace voltapile {
 namespace {
 
-// --- the records of kernels/ops.py, by attribute --------------------------------------------------
+// --- the records of kernels/ops.py, by attribute -------------------------------------------------
 
 template <class T>
 Array<T> field(nb::handle record, const char* name) {
@@ -74,7 +74,8 @@ struct SlotArrays {
     return {last_token.data(), next_position.data(), finished.data(), history.data(),
             max_position.data(), stop_ids.data(), top_k.data(), prompt_tokens.data(),
             penalty_window.data(), bias_count.data(), bias_ids.data(), logprobs.data(),
-            masked.data(), forced.data(), temperature.data(), top_p.data(), min_p.data(), repetition_penalty.data(),
+            masked.data(), forced.data(), temperature.data(), top_p.data(), min_p.data(),
+            repetition_penalty.data(),
             presence_penalty.data(), frequency_penalty.data(), bias_values.data(), seed.data(),
             mask.data(), width(stop_ids), width(bias_ids), width(history), width(mask)};
   }
@@ -101,7 +102,7 @@ struct OutputArrays {
   FloatsOut logprobs;
 };
 
-// --- ops: each makes a Command and submits it -----------------------------------------------------
+// --- ops: each makes a Command and submits it ----------------------------------------------------
 
 void begin(Engine& engine, nb::handle batch, nb::handle state) {
   const BatchArrays b(batch);

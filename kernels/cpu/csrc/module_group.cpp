@@ -11,8 +11,8 @@ using namespace nanobind::literals;
 namespace voltapile {
 namespace {
 
-// Python's handlers of signals run between two looks, so that whoever waits can be told to end. True
-// if one has raised; the exception stays set.
+// Python's handlers of signals run between two looks, so that whoever waits can be told to end.
+// True if one has raised; the exception stays set.
 bool handle_signals() {
   nb::gil_scoped_acquire acquire;
   return PyErr_CheckSignals() != 0;
@@ -96,8 +96,8 @@ void weigh(Engine& engine, FloatsOut o, Floats weights, Floats all_weights) {
   const std::int64_t heads = static_cast<std::int64_t>(weights.shape(1));
   const std::int64_t dim = static_cast<std::int64_t>(o.shape(1)) / heads;
   const std::int64_t parts = static_cast<std::int64_t>(all_weights.shape(1)) / heads;
-  engine.submit(make_weigh({o.data(), weights.data(), all_weights.data(), tokens, heads, dim, parts}),
-                o, weights, all_weights);
+  const WeighArgs task{o.data(), weights.data(), all_weights.data(), tokens, heads, dim, parts};
+  engine.submit(make_weigh(task), o, weights, all_weights);
 }
 
 }  // namespace

@@ -11,7 +11,8 @@ void keep(const KeepArgs& args, Team& team) {
   const std::int64_t cycle = args.run * args.parts;
   for (std::int64_t t = 0; t < args.tokens; ++t) {
     const std::int64_t position = args.positions[t], end = position + 1;
-    const std::int64_t own = std::clamp<std::int64_t>(end % cycle - args.part * args.run, 0, args.run);
+    const std::int64_t own =
+        std::clamp<std::int64_t>(end % cycle - args.part * args.run, 0, args.run);
     args.seen[t] = static_cast<std::int32_t>(end / cycle * args.run + own - 1);
     const bool is_here = position / args.run % args.parts == args.part;
     args.stored[t] = std::max(args.seen[t], 0);

@@ -1,8 +1,8 @@
-// What the kernels of gated delta nets share: a token in shared memory, and how a head's state goes on
-// by it. -D DIM, of a head.
+// What the kernels of gated delta nets share: a token in shared memory, and how a head's state goes
+// on by it. -D DIM, of a head.
 //
-// Two columns of a head's matrix are in eight lanes' registers. In a token's step nothing waits but for
-// two sums over them: S' q of the new state is decay S' q + (k . q) error.
+// Two columns of a head's matrix are in eight lanes' registers. In a token's step nothing waits but
+// for two sums over them: S' q of the new state is decay S' q + (k . q) error.
 #pragma once
 #include "state_rows.cuh"
 
@@ -59,7 +59,8 @@ template <int VALUES>
 __device__ __forceinline__ void multiply_both(Token<VALUES>* tokens) {
   const int lane = threadIdx.x & 15;
   Token<VALUES>& own = tokens[threadIdx.x / 16];
-  const float *q = reinterpret_cast<const float*>(own.q), *k = reinterpret_cast<const float*>(own.k);
+  const float* q = reinterpret_cast<const float*>(own.q);
+  const float* k = reinterpret_cast<const float*>(own.k);
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < DIM / 16; ++i) sum = fmaf(q[16 * i + lane], k[16 * i + lane], sum);
@@ -91,8 +92,8 @@ struct Columns {
         reinterpret_cast<float4*>(matrix + (column + c) * DIM)[PARTS * i + part] = s[c][i];
   }
 
-  // On by a token. The output: of column `column` in the first half of its lanes, of the next one in
-  // the others. column: among the token's values.
+  // On by a token. The output: of column `column` in the first half of its lanes, of the next one
+  // in the others. column: among the token's values.
   template <int VALUES>
   __device__ __forceinline__ float go_on(const Token<VALUES>& in, int column, int part) {
     const auto gates = in.gates;
@@ -143,7 +144,8 @@ __device__ __forceinline__ void read_head(const float* from, float (&out)[PER_LA
   for (int i = 0; i < PER_LANE; ++i) out[i] = from[32 * i];
 }
 
-// The output of one head, normed and gated by z; a warp calls. o, norm, y: from the lane's first value.
+// The output of one head, normed and gated by z; a warp calls. o, norm, y: from the lane's first
+// value.
 __device__ __forceinline__ void end_head(const float* o, const float* norm,
                                          const float (&z)[PER_LANE], float* y, bool is_sigmoid,
                                          float eps) {

@@ -53,7 +53,8 @@ struct Reader {
   float b, a;
 
   // From token `first` of the run on.
-  __device__ __forceinline__ void begin(Own* tokens, const Run& run, const Where& where, int first) {
+  __device__ __forceinline__ void begin(Own* tokens, const Run& run, const Where& where,
+                                        int first) {
     for_pieces(where, [&](int turn, int token, int piece, int channel) {
       if (first + token >= run.count) return;
       const float* from = run.c + static_cast<long long>(first + token) * run.channels + channel;
@@ -79,7 +80,8 @@ struct Reader {
   }
 };
 
-// Over a run of tokens; out: of the lane's column at the first of them, or null. The whole block calls.
+// Over a run of tokens; out: of the lane's column at the first of them, or null. The whole block
+// calls.
 __device__ __forceinline__ void go_through(Columns& state, Own (*tokens)[BATCH], const Run& run,
                                            const Where& where, float* out, int out_stride) {
   const int part = threadIdx.x % PARTS, column = threadIdx.x / PARTS * 2;
@@ -108,9 +110,9 @@ __device__ __forceinline__ void go_through(Columns& state, Own (*tokens)[BATCH],
 
 using namespace voltapile;
 
-// grid: (heads of q, k and v; tokens / CONVOLVED), DIM threads: a channel each. m: [tokens][channels];
-// c: alike, what the convolution makes, q and k of length 1 (q then over sqrt(DIM)); c_log: [slots]
-// [WINDOW][channels], the same of logged tokens that stand.
+// grid: (heads of q, k and v; tokens / CONVOLVED), DIM threads: a channel each. m:
+// [tokens][channels]; c: alike, what the convolution makes, q and k of length 1 (q then over
+// sqrt(DIM)); c_log: [slots][WINDOW][channels], the same of logged tokens that stand.
 extern "C" __global__ void __launch_bounds__(DIM, 1)
 delta_conv(const float* m, const void* taps, const float* histories, const float* logs,
            const int* logged, const int* slots, const int* positions, const int* kept, float* c,
@@ -211,13 +213,13 @@ delta_step(const float* c, const float* c_log, const float* gates, const float* 
   if (!is_provisional) s.write(matrix, column, part);
 }
 
-// grid: (`norms` blocks for four heads of a token each, then of each row for 128 channels each), 128
-// threads. y = norm of o, times gate(z); and what a slot remembers beside its matrices.
+// grid: (`norms` blocks for four heads of a token each, then of each row for 128 channels each),
+// 128 threads. y = norm of o, times gate(z); and what a slot remembers beside its matrices.
 extern "C" __global__ void __launch_bounds__(128, 1)
 delta_end(const float* o, const float* norm, const float* z, float* y, const float* m,
-          const float* gates, float* histories, float* logs, float* b_log, float* a_log, int* logged,
-          const int* stands, const int* slots, int tokens, int key_heads, int value_heads, int count,
-          int is_sigmoid, float eps, int norms, int is_provisional) {
+          const float* gates, float* histories, float* logs, float* b_log, float* a_log,
+          int* logged, const int* stands, const int* slots, int tokens, int key_heads,
+          int value_heads, int count, int is_sigmoid, float eps, int norms, int is_provisional) {
   grid_launch();
   grid_wait();
   const Heads heads{key_heads, value_heads};

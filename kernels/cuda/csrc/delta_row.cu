@@ -1,6 +1,6 @@
-// A gated delta net in one kernel, for rows of few tokens: a block has a value head. It convolves the
-// channels of that head and of its key head (which other blocks do, too), goes on with the state
-// and ends the head. The bits are those of delta_net.cu.
+// A gated delta net in one kernel, for rows of few tokens: a block has a value head. It convolves
+// the channels of that head and of its key head (which other blocks do, too), goes on with the
+// state and ends the head. The bits are those of delta_net.cu.
 //
 // States are read before the kernel before this one has ended: this layer's were complete when the
 // step began. What several blocks read of one is written by the last of them to have read it.
@@ -191,7 +191,8 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
     for (int j = 0; j < PAST; ++j)
       if (j >= PAST - depth) history[(j - PAST + depth) * channels] = past[j];
     if (is_provisional)
-      for (int i = 0; i < length; ++i) log[i * channels] = row[static_cast<long long>(i) * channels];
+      for (int i = 0; i < length; ++i)
+        log[i * channels] = row[static_cast<long long>(i) * channels];
   }
   const int noted = is_provisional ? length : 0;
   if (threadIdx.x < noted) {

@@ -1,7 +1,7 @@
 // Rows of a token embedding, times a scale: Format::unpack's own numbers. Formats that embeddings
-// mostly have are told value by value, a thread each; of others a thread unpacks a whole block, there
-// and back through shared memory. A token that is no row of the table becomes NaN, which ends its
-// request with an error.
+// mostly have are told value by value, a thread each; of others a thread unpacks a whole block,
+// there and back through shared memory. A token that is no row of the table becomes NaN, which ends
+// its request with an error.
 #include "formats/registry.h"
 
 using namespace voltapile::formats;

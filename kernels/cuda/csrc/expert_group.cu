@@ -111,8 +111,8 @@ __device__ __forceinline__ void sum_before(int& a, int& b, int (*scratch)[2]) {
 
 using namespace voltapile;
 
-// grid: (1), 1024 threads; no more than 1024 experts. order: [pairs]: the pair at each place; tiles:
-// [most], those that are not needed have no tokens.
+// grid: (1), 1024 threads; no more than 1024 experts. order: [pairs]: the pair at each place;
+// tiles: [most], those that are not needed have no tokens.
 extern "C" __global__ void __launch_bounds__(1024)
 expert_plan(const int* chosen, int* order, Group* tiles, int pairs, int count, int first,
             int most) {
@@ -218,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   }
 }
 
-// grid: (rows / 256, tokens). out (+)= the sum over a token's experts that are here, in their order,
-// and other_parts [tokens][rows], of the one that all take, or null.
+// grid: (rows / 256, tokens). out (+)= the sum over a token's experts that are here, in their
+// order, and other_parts [tokens][rows], of the one that all take, or null.
 extern "C" __global__ void __launch_bounds__(256)
 expert_join(const int* chosen, const float* weights, const float* parts, const float* other_parts,
             float* out, int used, int rows, int count, int first, int accumulate) {

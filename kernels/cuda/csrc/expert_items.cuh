@@ -1,8 +1,8 @@
 // Products of one token with chosen experts: a warp's way through chunks of their matrices.
 //
 // An item is a chunk of columns of TILES times 16 rows, for one token; warp w takes items w,
-// w + WARPS, ... What an item's product is added to is up to the caller, in an order that depends on
-// shapes alone. -D FORMAT, WARPS, TILES; MANY 0.
+// w + WARPS, ... What an item's product is added to is up to the caller, in an order that depends
+// on shapes alone. -D FORMAT, WARPS, TILES; MANY 0.
 #pragma once
 #include "expert_table.cuh"
 #include "grid.cuh"

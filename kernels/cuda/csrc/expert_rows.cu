@@ -44,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
       [&](int, int t, const float(&sums)[Tile::VALUES]) {
 #pragma unroll
         for (int i = 0; i < TILES * Tile::VALUES; ++i)
-          if (i / Tile::VALUES == t) total[i / Tile::VALUES][i % Tile::VALUES] += sums[i % Tile::VALUES];
+          if (i / Tile::VALUES == t)
+            total[i / Tile::VALUES][i % Tile::VALUES] += sums[i % Tile::VALUES];
       });
   float* parts = reinterpret_cast<float*>(shared + WARPS * STRIDE);  // [WARPS][TILES][16]
 #pragma unroll

@@ -3,7 +3,8 @@
 //
 // A block takes 128 rows and 64 tokens; columns in steps of 128 (four groups). Eight warps, each 32
 // rows by 32 tokens. Sums of 64 columns are made afresh on the tensor core and added in float32.
-// Two blocks share a multiprocessor, so that one unpacks while the other multiplies. -D FORMAT; PLANE as in gemm_convert.cu.
+// Two blocks share a multiprocessor, so that one unpacks while the other multiplies. -D FORMAT;
+// PLANE as in gemm_convert.cu.
 #include "gemm_tile.cuh"
 
 using namespace voltapile;

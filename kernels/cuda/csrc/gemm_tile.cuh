@@ -1,6 +1,6 @@
-// A tile of the product of many rows: 128 rows of weights unpacked to halves in shared memory, times
-// 64 tokens. Eight warps, each 32 rows by 32 tokens; columns in steps of 128. Knows neither where
-// rows come from nor where sums go. -D PLANE as in gemm_convert.cu.
+// A tile of the product of many rows: 128 rows of weights unpacked to halves in shared memory,
+// times 64 tokens. Eight warps, each 32 rows by 32 tokens; columns in steps of 128. Knows neither
+// where rows come from nor where sums go. -D PLANE as in gemm_convert.cu.
 #pragma once
 #include "mma.cuh"
 #include "unpack_k.cuh"

@@ -1,6 +1,7 @@
 // What a rank does without the others: its part among zeros, a part added, and proofs of a path.
 
-// out [rows, width]: x [rows, columns] from column `offset` on, zeros beside it. grid: (width / 256, rows)
+// out [rows, width]: x [rows, columns] from column `offset` on, zeros beside it.
+// grid: (width / 256, rows)
 extern "C" __global__ void group_place(const float* x, float* out, int columns, int width,
                                        int offset) {
   const int column = blockIdx.x * blockDim.x + threadIdx.x;

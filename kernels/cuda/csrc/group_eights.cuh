@@ -1,9 +1,10 @@
 // How a thread's eight floats of a piece travel to another rank, and how they are read and written.
 //
 // Plain: as they are, 32 bytes. Eights: in 16, as integers of 14 bits, one power of two for all
-// eight, and a flag, so that a reader may poll. None is off by more than 2^-13 of the largest; a half
-// keeps 11 bits of each value. The range is a float's. What is not finite makes all eight NaNs. Only
-// sums over prompt rows may take eights, since bits then depend on how many rows there are.
+// eight, and a flag, so that a reader may poll. None is off by more than 2^-13 of the largest; a
+// half keeps 11 bits of each value. The range is a float's. What is not finite makes all eight
+// NaNs. Only sums over prompt rows may take eights, since bits then depend on how many rows there
+// are.
 #pragma once
 #include "group_wires.cuh"
 
@@ -64,7 +65,9 @@ struct Eights {
   static __device__ __forceinline__ float power(int exponent) {
     return __uint_as_float(static_cast<unsigned>(exponent) << 23);
   }
-  static __device__ __forceinline__ unsigned top(float x) { return __float_as_uint(x) & ~(1u << 31); }
+  static __device__ __forceinline__ unsigned top(float x) {
+    return __float_as_uint(x) & ~(1u << 31);
+  }
   static __device__ __forceinline__ unsigned top(float4 x) {
     return max(max(top(x.x), top(x.y)), max(top(x.z), top(x.w)));
   }
@@ -121,7 +124,9 @@ struct Eights {
     put_four(out + at, 2 * threadIdx.x + 1, value.b, accumulate);
   }
   // As the others see it.
-  static __device__ __forceinline__ Eight rounded(const Eight& value) { return unpack(pack(value)); }
+  static __device__ __forceinline__ Eight rounded(const Eight& value) {
+    return unpack(pack(value));
+  }
 };
 
 }  // namespace voltapile

@@ -45,8 +45,8 @@ __device__ __forceinline__ void push_row(Group* group, const unsigned* part, flo
   }
 }
 
-// x (a row of n) += the sum of the parts; the row is left in shared memory. A row has `units` of the
-// blocks that packs are counted by. What is far away is asked for at once.
+// x (a row of n) += the sum of the parts; the row is left in shared memory. A row has `units` of
+// the blocks that packs are counted by. What is far away is asked for at once.
 __device__ void sum_row(Group* group, const unsigned* part, float* x, float* row, int n, int units,
                         int rank, int ranks) {
   const int packs = (n + 2) / 3, first = blockIdx.x * units;

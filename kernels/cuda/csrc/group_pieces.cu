@@ -1,6 +1,6 @@
 // Collectives of large arrays by plain data and flags: a block moves pieces of up to PIECE floats,
-// says so behind them, and waits for the others' word. 512 threads; a grid PIECE_BLOCKS at most, the
-// same on all ranks. Counts of floats are multiples of 4, and of 8 for eights.
+// says so behind them, and waits for the others' word. 512 threads; a grid PIECE_BLOCKS at most,
+// the same on all ranks. Counts of floats are multiples of 4, and of 8 for eights.
 // -D CODE, how the floats of a sum travel: Plain, or Eights (group_eights.cuh).
 #include "grid.cuh"
 #include "group.cuh"
@@ -118,7 +118,8 @@ __device__ void pass_on(Group* group, float* x, long long count, int other) {
       else mine[i] = load_far(theirs + i);
     }
     __syncthreads();
-    if (threadIdx.x == 0) store_flag(flag_of(peer.out, IS_SENT ? SENT_FLAG : TAKEN_FLAG), number + 1);
+    if (threadIdx.x == 0)
+      store_flag(flag_of(peer.out, IS_SENT ? SENT_FLAG : TAKEN_FLAG), number + 1);
   }
   if (threadIdx.x == 0) {
     wait.end();
@@ -167,8 +168,8 @@ group_sum_pieces(Group* group, const float* part, float* out, long long count, i
 }
 
 // Of two ranks: either sends the other its whole part. A piece travels while the one before it is
-// added: a rank that has seen the other's flag n knows that n - 2 has been read there, and n + 1 goes
-// to another part of the room than n - 1 and n. A grid of PIECE_BLOCKS / 2; always plain.
+// added: a rank that has seen the other's flag n knows that n - 2 has been read there, and n + 1
+// goes to another part of the room than n - 1 and n. A grid of PIECE_BLOCKS / 2; always plain.
 extern "C" __global__ void __launch_bounds__(512, 2)
 group_sum_twins(Group* group, const float* part, float* out, long long count, int accumulate) {
   grid_wait();

@@ -3,9 +3,9 @@
 //
 // A thread has one pack of each exchange and writes, polls and reads its own: no barrier, no fence.
 // It sends pack n + 1 when it has read n; the other's n says that the other has read n - 1, in
-// whose place n + 1 goes. All packs of an exchange are written, whatever the row's length, so what lies
-// in a place is two exchanges old or new, and eight bits of flag tell. Where 16 bytes may arrive in
-// parts, a block's flag behind them tells instead.
+// whose place n + 1 goes. All packs of an exchange are written, whatever the row's length, so what
+// lies in a place is two exchanges old or new, and eight bits of flag tell. Where 16 bytes may
+// arrive in parts, a block's flag behind them tells instead.
 #include "block.cuh"
 #include "grid.cuh"
 #include "group.cuh"
@@ -64,7 +64,8 @@ struct Line {
       return Eights::unpack(load_four(from));
     }
     uint4 words = load_four(from);
-    while (Eights::flag_of(words) != flag(exchange) && !wait.is_over(other)) words = load_four(from);
+    while (Eights::flag_of(words) != flag(exchange) && !wait.is_over(other))
+      words = load_four(from);
     return Eights::unpack(words);
   }
 };
@@ -73,8 +74,8 @@ struct Line {
 
 using namespace voltapile;
 
-// x [rows, n] (+)= the sum of the parts; n is a multiple of 8. This rank's is part, times the scales of
-// its rows, plus a bias, where those are not null. weight: out = rms_norm of x, or null.
+// x [rows, n] (+)= the sum of the parts; n is a multiple of 8. This rank's is part, times the
+// scales of its rows, plus a bias, where those are not null. weight: out = rms_norm of x, or null.
 extern "C" __global__ void __launch_bounds__(512, 2)
 group_sum_rows(Group* group, const float* part, const float* scales, const float* bias, float* x,
                const float* weight, float* out, int rows, int n, float eps, int accumulate) {

@@ -11,8 +11,8 @@ constexpr int EIGHT = 8;  // columns
 template <class F>
 struct Eight;
 
-// As if the word changed here: what follows from it is made anew, instead of being kept in registers
-// over a loop.
+// As if the word changed here: what follows from it is made anew, instead of being kept in
+// registers over a loop.
 __device__ __forceinline__ void renew(unsigned& word) {
 #ifndef VP_EMULATION
   asm volatile("" : "+r"(word));

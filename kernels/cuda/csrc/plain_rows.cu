@@ -1,5 +1,6 @@
 // A product of few tokens with small matrices that are not quantised, in float32: a block has some
-// rows, and each of its threads eight columns of them, asked for before the kernel before has ended.
+// rows, and each of its threads eight columns of them, asked for before the kernel before has
+// ended.
 //
 // A sum's order knows its matrix alone. -D FORMAT of all matrices; ROWS of a block.
 #include "grid.cuh"
@@ -48,7 +49,8 @@ plain_rows(const float* x, const std::uint8_t* weights0, float* out0, int rows0,
     raw[r] = Eight<Format>::read(matrix.weights + row * row_bytes<Format>(k), column);
   }
   grid_wait();
-  for (int t = blockIdx.y * TOKENS; t < min(tokens, static_cast<int>(blockIdx.y + 1) * TOKENS); ++t) {
+  const int first_token = blockIdx.y * TOKENS;
+  for (int t = first_token; t < min(tokens, first_token + TOKENS); ++t) {
     float own[EIGHT], mine[SUMS] = {};
     eight_of(x + static_cast<long long>(t) * k + column, own);
 #pragma unroll

@@ -1,5 +1,5 @@
-// What kernels share in which a thread has eight columns of several rows: reading them, and sums over
-// a warp.
+// What kernels share in which a thread has eight columns of several rows: reading them, and sums
+// over a warp.
 #pragma once
 #include "block.cuh"
 #include "mix_weights.cuh"

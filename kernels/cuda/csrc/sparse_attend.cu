@@ -1,9 +1,9 @@
-// Attention to chosen blocks of positions and to those behind the last whole block: a block takes one
-// token and up to 16 query heads of one KV head, over a piece of what the token sees. Its warps take
-// 16 positions each in turn, wherever those lie, and meet at the end. See kernels/families.py.
+// Attention to chosen blocks of positions and to those behind the last whole block: a block takes
+// one token and up to 16 query heads of one KV head, over a piece of what the token sees. Its warps
+// take 16 positions each in turn, wherever those lie, and meet at the end. See kernels/families.py.
 //
-// Pieces are cut by what may be chosen, whatever else is computed. -D HEAD_DIM, KIND (f16, or 3: told
-// at run time)
+// Pieces are cut by what may be chosen, whatever else is computed. -D HEAD_DIM, KIND (f16, or 3:
+// told at run time)
 #include "attention_tile.cuh"
 #include "grid.cuh"
 
@@ -17,8 +17,8 @@ constexpr unsigned EVERY = 0xffffffffu;
 struct Tile16 {
   half_bits at[STEP * PITCH];
 };
-// Where copies need no registers, values are on their way while keys are multiplied; else a warp has
-// one tile for both.
+// Where copies need no registers, values are on their way while keys are multiplied; else a warp
+// has one tile for both.
 constexpr int TILES_OF_WARP = IS_ASYNC ? 2 : 1;
 struct Ends {
   float most[WARPS][HALF], sum[WARPS][HALF];
@@ -35,7 +35,7 @@ struct __align__(16) Shared {
 
 // What a token sees, counted from its first chosen block on.
 struct Seen {
-  const int* cells;  // of blocks from the piece's first on: their first position's place in the cache
+  const int* cells;  // of blocks from the piece's first on: where their first position is cached
   int block, first, end;
 
   __device__ __forceinline__ int cell(int i) const {
@@ -73,8 +73,8 @@ __device__ __forceinline__ void put_piece(half_bits* to, const uint4& d, unsigne
 
 // STEP positions from i on, by registers; what is behind the piece's end becomes zeros.
 template <int TYPE>
-__device__ __forceinline__ void read_as(half_bits* tile, const Cache& cache, const Seen& seen, int i,
-                                        int lane) {
+__device__ __forceinline__ void read_as(half_bits* tile, const Cache& cache, const Seen& seen,
+                                        int i, int lane) {
   constexpr int EACH = values_of(TYPE), WIDE = DIM / EACH;
   for (int at = lane; at < STEP * WIDE; at += 32) {
     const int r = at / WIDE, c = at % WIDE;
@@ -259,10 +259,10 @@ __device__ __forceinline__ void join_warps(Ends& ends, const Sums& sums, const i
 
 using namespace voltapile;
 
-// grid: (KV heads * parts of their query heads * pieces, tokens), 128 threads. heads: int[kv_heads +
-// 1 + H], where each KV head's query heads begin and end, then those. out: [tokens][H][value_dim] if
-// pieces is 1, else [tokens][H][pieces][value_dim] with stats [tokens][H][pieces]: the largest score,
-// sum. Shared: Shared, then ints for a piece's blocks.
+// grid: (KV heads * parts of their query heads * pieces, tokens), 128 threads. heads: int[kv_heads
+// + 1 + H], where each KV head's query heads begin and end, then those. out: [tokens][H][value_dim]
+// if pieces is 1, else [tokens][H][pieces][value_dim] with stats [tokens][H][pieces]: the largest
+// score, sum. Shared: Shared, then ints for a piece's blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, IS_ASYNC ? 2 : 1)
 attend_to(const float* q, const unsigned char* keys, const unsigned char* values, const int* table,
           const int* slots, const int* positions, const int* blocks, const int* counts,
@@ -293,7 +293,8 @@ attend_to(const float* q, const unsigned char* keys, const unsigned char* values
   for (int i = first + threadIdx.x; i <= last; i += THREADS) {
     const int at = (i < chosen ? blocks[static_cast<long long>(t) * most + i] : whole) * block;
     const int page = at / PAGE < width ? pages_of[at / PAGE] : 0;
-    cells[i - first] = ((page >= 0 && page < pages ? page : 0) * kv_heads + kv_head) * PAGE + at % PAGE;
+    const int sane = page >= 0 && page < pages ? page : 0;
+    cells[i - first] = (sane * kv_heads + kv_head) * PAGE + at % PAGE;
   }
   for (int r = warp; r < ROWS; r += WARPS) {
     float power = 0.0f;
@@ -306,8 +307,8 @@ attend_to(const float* q, const unsigned char* keys, const unsigned char* values
   __syncthreads();
   Sums sums;
   const Seen seen{cells, block, first, end};
-  go_through(sums, sh, {keys, key_kind, key_dim}, {values, value_kind, value_dim}, seen, start, warp,
-             lane);
+  go_through(sums, sh, {keys, key_kind, key_dim}, {values, value_kind, value_dim}, seen, start,
+             warp, lane);
   join_warps(sh.ends, sums, own, first_row, used, {out, stats, value_dim, pieces, own_piece}, warp,
              lane);
 }
@@ -339,9 +340,10 @@ join_attended(const float* parts, const float2* stats, float* out, int pieces, i
   for (int d = threadIdx.x; d < dim; d += THREADS) {
     float sum = 0.0f;
 #pragma unroll 8
-    for (int i = 0; i < pieces; ++i)
-      sum = weights[i] != 0.0f ? __fmaf_rn(parts[static_cast<long long>(i) * dim + d], weights[i], sum)
-                              : sum;
+    for (int i = 0; i < pieces; ++i) {
+      const float* part = parts + static_cast<long long>(i) * dim + d;
+      sum = weights[i] != 0.0f ? __fmaf_rn(*part, weights[i], sum) : sum;
+    }
     out[row * dim + d] = sum / total;
   }
 }

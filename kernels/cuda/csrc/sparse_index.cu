@@ -50,8 +50,8 @@ __device__ __forceinline__ int before_me(int own, int* sums, int& all) {
 
 using namespace voltapile;
 
-// grid: (tokens), 128 threads. pooled: [pages][page tokens / block][dim]. Of each block that a token
-// ends: the mean of its keys, normed, rotated by its first position.
+// grid: (tokens), 128 threads. pooled: [pages][page tokens / block][dim]. Of each block that a
+// token ends: the mean of its keys, normed, rotated by its first position.
 extern "C" __global__ void __launch_bounds__(128, 1)
 index_pool(const float* keys, const float* norm, const float* inv_freq, const float* ring,
            float* pooled, const int* table, const int* slots, const int* positions, int dim,
@@ -81,7 +81,8 @@ index_pool(const float* keys, const float* norm, const float* inv_freq, const fl
   for (int i = threadIdx.x; i < dim; i += blockDim.x) key[i] *= factor * norm[i];
   __syncthreads();
   const int per_page = page_tokens / block;
-  float* out = pooled + (static_cast<long long>(page) * per_page + position / block % per_page) * dim;
+  const long long pool = static_cast<long long>(page) * per_page + position / block % per_page;
+  float* out = pooled + pool * dim;
   for (int i = threadIdx.x; i < dim; i += blockDim.x) {
     if (i >= 2 * pairs) {
       out[i] = key[i];
@@ -91,7 +92,8 @@ index_pool(const float* keys, const float* norm, const float* inv_freq, const fl
     double sine, cosine;  // as rope.cu does it
     sincos(static_cast<double>(static_cast<float>(first) * inv_freq[pair]), &sine, &cosine);
     const float c = static_cast<float>(cosine) * scale, s = static_cast<float>(sine) * scale;
-    out[i] = i < pairs ? key[pair] * c - key[pair + pairs] * s : key[pair] * s + key[pair + pairs] * c;
+    out[i] = i < pairs ? key[pair] * c - key[pair + pairs] * s
+                       : key[pair] * s + key[pair + pairs] * c;
   }
 }
 
@@ -107,11 +109,13 @@ index_ring(const float* keys, float* ring, const int* table, const int* slots,
   const int page = Pages{table, width, pages, page_tokens}.at(slots[t], position);
   if (is_passed || page < 0) return;
   float* to = ring + (static_cast<long long>(page) * RING + position % RING) * dim;
-  for (int i = threadIdx.x; i < dim; i += blockDim.x) to[i] = keys[static_cast<long long>(t) * dim + i];
+  const float* from = keys + static_cast<long long>(t) * dim;
+  for (int i = threadIdx.x; i < dim; i += blockDim.x) to[i] = from[i];
 }
 
-// grid: (blocks of positions / 128, tokens), 128 threads. scores: [tokens][most]: of each whole block
-// the sum over heads of what is positive of q . key; of tokens that see more than `chosen` of them.
+// grid: (blocks of positions / 128, tokens), 128 threads. scores: [tokens][most]: of each whole
+// block the sum over heads of what is positive of q . key; of tokens that see more than `chosen` of
+// them.
 extern "C" __global__ void __launch_bounds__(128, 1)
 index_scores(const float* q, const float* pooled, const int* table, const int* slots,
              const int* positions, float* scores, int heads, int dim, int block, int page_tokens,
@@ -146,8 +150,8 @@ index_scores(const float* q, const float* pooled, const int* table, const int* s
 }
 
 // grid: (tokens), 256 threads. blocks: [tokens][chosen], rising; counts: [tokens]. The largest
-// scores, of equal ones the first; all, if there are no more. Scores are not negative, so their bits
-// are in their order.
+// scores, of equal ones the first; all, if there are no more. Scores are not negative, so their
+// bits are in their order.
 extern "C" __global__ void __launch_bounds__(256)
 index_choose(const float* scores, const int* positions, int* blocks, int* counts, int block,
              int most, int chosen) {
@@ -155,7 +159,8 @@ index_choose(const float* scores, const int* positions, int* blocks, int* counts
   grid_launch();
   grid_wait();
   const int t = blockIdx.x, whole = min((positions[t] + 1) / block, most);
-  const unsigned* own = reinterpret_cast<const unsigned*>(scores) + static_cast<long long>(t) * most;
+  const unsigned* own =
+      reinterpret_cast<const unsigned*>(scores) + static_cast<long long>(t) * most;
   blocks += static_cast<long long>(t) * chosen;
   if (threadIdx.x == 0) counts[t] = min(whole, chosen);
   if (whole <= chosen) {

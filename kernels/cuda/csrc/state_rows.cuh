@@ -3,7 +3,8 @@
 // first `kept` stand. See kernels/families.py.
 //
 // Kernels of one layer come in order: the first only reads the state and notes in `stands` how many
-// of each slot's logged tokens stand (FRESH: nothing that is remembered counts); the last writes it.
+// of each slot's logged tokens stand (FRESH: nothing that is remembered counts); the last writes
+// it.
 #pragma once
 #include "block.cuh"
 #include "grid.cuh"

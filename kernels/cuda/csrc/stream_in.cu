@@ -15,6 +15,7 @@ namespace voltapile {
 using Format = formats::FORMAT;
 constexpr int STREAMS = 4;
 constexpr int PASS = TOKENS > 1 ? 2 : 1;  // of tokens, that stream_down has in registers at once
+constexpr int SEVERAL = 4;  // warps' sums that are read at once
 constexpr int PART = 32;    // columns that an item of stream_up sums
 constexpr bool IS_STAGED = Format::length > 1;  // rows come by way of shared memory
 static_assert(ROWS < SUMS);  // and the squares
@@ -39,7 +40,7 @@ __device__ __forceinline__ void copy_whole(void* to, const void* from) {
 __device__ __forceinline__ void multiply_part(const std::uint8_t* row, const float* lows, int low,
                                               int piece, int tokens, float* out, int apart) {
   float sum[TOKENS] = {};
-#pragma unroll (IS_STAGED ? PART / EIGHT : 1)
+#pragma unroll (IS_STAGED ? 2 : 1)
   for (int i = 0; i < PART / EIGHT; ++i) {
     const int at = PART * piece + EIGHT * i;
     if (at >= low) break;
@@ -114,19 +115,20 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
   const bool is_in = column < width;
   const int at = stream * width + (is_in ? column : 0);
   typename Eight<Format>::Raw raw[ROWS];
-  const long long row_size = row_bytes<Format>(STREAMS * width);
+  const unsigned row_size = row_bytes<Format>(STREAMS * width);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const int row = min(first + r, all - 1);
-    const std::uint8_t* from = row < low ? down + row * row_size : inject + (row - low) * row_size;
-    raw[r] = Eight<Format>::read(from, at);
+    const unsigned row = min(first + r, all - 1);
+    const std::uint8_t* matrix = row < low ? down : inject;
+    raw[r] = Eight<Format>::read(matrix + (row < low ? row : row - low) * row_size, at);
   }
   float weight[EIGHT];
+  eight_of(norm + at, weight);
 #pragma unroll
-  for (int i = 0; i < EIGHT; ++i) weight[i] = is_in ? norm[at + i] : 0.0f;
+  for (int i = 0; i < EIGHT; ++i) weight[i] = is_in ? weight[i] : 0.0f;
   grid_wait();
-  for (int begin = blockIdx.y * TOKENS; begin < min(tokens, static_cast<int>(blockIdx.y + 1) * TOKENS);
-       begin += PASS) {
+  const int first_token = blockIdx.y * TOKENS;
+  for (int begin = first_token; begin < min(tokens, first_token + TOKENS); begin += PASS) {
     const int here = min(PASS, tokens - begin);
     float own[PASS][EIGHT], squares[PASS];
 #pragma unroll
@@ -176,12 +178,15 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
     const int t = threadIdx.x / SUMS, r = threadIdx.x % SUMS;
     for (int i = t; i < here; i += blockDim.x / SUMS) {
       float square = 0.0f, sum = 0.0f;
+#pragma unroll 1
+      for (int w = 0; w < warps; w += SEVERAL)
 #pragma unroll
-      for (int w = 0; w < 16; ++w)
-        if (w < warps) square += sums[i][w][ROWS], sum += sums[i][w][r];
+        for (int n = 0; n < SEVERAL; ++n)
+          if (w + n < warps) square += sums[i][w + n][ROWS], sum += sums[i][w + n][r];
       const float factor = 1.0f / sqrtf(square / width + eps);
       const int place = (begin + i) * STREAMS + stream;
-      if (r < ROWS && first + r < all) parts[static_cast<long long>(place) * all + first + r] = sum * factor;
+      if (r < ROWS && first + r < all)
+        parts[static_cast<long long>(place) * all + first + r] = sum * factor;
       if (first == 0 && r == ROWS) factors[place] = factor;
     }
   }
@@ -189,7 +194,8 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
 
 // grid: (width / columns, tokens / TOKENS). out: [tokens][width], the mean of the normed streams
 // times sigmoid(up silu(scale * low)); injected: [tokens][injects]. x changes in place.
-// Shared: the block's rows of `up`, if they are staged; floats [TOKENS][low], [PART's][TOKENS][rows].
+// Shared: the block's rows of `up`, if they are staged; floats [TOKENS][low],
+// [PART's][TOKENS][rows].
 extern "C" __global__ void __launch_bounds__(512, 1)
 stream_up(float* x, const float* inject_before, const float* y_before, const float* norm,
           const std::uint8_t* up, const float* parts, const float* factors, float* out,

@@ -29,8 +29,8 @@ stream_norm(const float* x, const float* weight, float* out, int width, int coun
   for (int i = threadIdx.x; i < width; i += blockDim.x) out[i] = x[i] * factor * weight[i];
 }
 
-// grid: (width / 256, tokens). out [tokens][width]: the mean over streams of x * sigmoid(gate), or of
-// gate * scales[token] where those are sums of a product of many rows.
+// grid: (width / 256, tokens). out [tokens][width]: the mean over streams of x * sigmoid(gate), or
+// of gate * scales[token] where those are sums of a product of many rows.
 extern "C" __global__ void stream_mix(const float* __restrict__ x, const float* __restrict__ gate,
                                       const float* __restrict__ scales, float* __restrict__ out,
                                       int width, int count) {

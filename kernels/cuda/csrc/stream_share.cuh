@@ -1,4 +1,5 @@
-// How much of an answer a residual stream gets, and the gate of a mix: the same wherever it is computed.
+// How much of an answer a residual stream gets, and the gate of a mix: the same wherever it is
+// computed.
 #pragma once
 #include "half.cuh"
 

@@ -48,8 +48,8 @@ __device__ __forceinline__ unsigned moved(unsigned x, int n) {
   return __funnelshift_l(x, x, static_cast<unsigned>(n) & 31);
 }
 
-// The field that starts at bit `from` of each byte of w goes to bit `to` of each half: bytes 0 and 2
-// for odd = 0, bytes 1 and 3 for odd = 1. mask: the field where it arrives, in both halves.
+// The field that starts at bit `from` of each byte of w goes to bit `to` of each half: bytes 0 and
+// 2 for odd = 0, bytes 1 and 3 for odd = 1. mask: the field where it arrives, in both halves.
 __device__ __forceinline__ unsigned field(unsigned w, int from, int odd, int to, unsigned mask) {
   return moved(w, to - from - 8 * odd) & mask;
 }
