@@ -14,11 +14,9 @@ from voltapile.gateway.api import codec
 from voltapile.gateway.api.answer import feed
 from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.errors import ApiError, json_response
-from voltapile.gateway.api.fields import Fields
 from voltapile.gateway.api.generate import Delta, Generation, Outcome, started, usage
-from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.prompt import conversation
-from voltapile.gateway.api.responses_schema import responses_request
+from voltapile.gateway.api.responses_schema import ResponsesRequest, responses_request
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 from voltapile.gateway.api.sse import EventStream
 from voltapile.gateway.dialects.dialect import Fragment
@@ -41,14 +39,15 @@ async def responses(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_body(request)
     known = services.tokenizer.vocab_size, services.defaults
-    chat, fields = await off_loop(len(body), responses_request, body, *known)
+    wanted = await off_loop(len(body), responses_request, body, *known)
+    chat = wanted.chat
     asked = await conversation(services, chat)
     bounds = await bounds_of(services, chat.options, asked.reading)
     [generation] = started(
         services, [asked.ids], chat.options, client_of(request), reading=asked.reading,
         bounds=bounds,
     )  # fmt: skip
-    answer = _Answer(services, generation, fields, chat.options)
+    answer = _Answer(services, generation, wanted)
     try:
         if chat.options.stream:
             return await _streamed(request, services, answer)
@@ -78,9 +77,11 @@ class _Answer:
     """The items of one answer as they come, and the events that tell of them."""
 
     def __init__(
-        self, services: Services, generation: Generation, fields: Fields, options: Options
+        self, services: Services, generation: Generation, wanted: ResponsesRequest
     ) -> None:
         self.generation = generation
+        self._spaces = wanted.spaces
+        fields, options = wanted.fields, wanted.chat.options
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # the last item
         self._events = 0
@@ -162,12 +163,16 @@ class _Answer:
         data = b""
         for fragment in fragments:
             if fragment.name:
-                data += self._close() + self._open(_item("function_call", fragment.name))
+                data += self._close() + self._open(self._call(fragment.name))
             if fragment.arguments:
                 self._items[-1]["arguments"] += fragment.arguments
                 name = "response.function_call_arguments.delta"
                 data += self._event(name, **self._place(False), delta=fragment.arguments)
         return data
+
+    def _call(self, name: str) -> dict[str, Any]:
+        space, inner = self._spaces.get(name, ("", name))
+        return _item("function_call", inner) | ({"namespace": space} if space else {})
 
     def _open(self, item: dict[str, Any]) -> bytes:
         self._items.append(item)

@@ -6,6 +6,7 @@ the whole conversation each time. It does not know how the answer looks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from voltapile.gateway.api.errors import ApiError, bad_request
@@ -22,10 +23,19 @@ REFUSED = {"previous_response_id": STORED, "conversation": STORED, "prompt": STO
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """fields: as they came, since an answer repeats some. spaces: the namespace and the name of
+    functions that the chat knows by both in one."""
+
+    chat: ChatRequest
+    fields: Fields
+    spaces: dict[str, tuple[str, str]]
+
+
 def responses_request(
     body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS
-) -> tuple[ChatRequest, Fields]:
-    """And the fields as they came: an answer repeats some."""
+) -> ResponsesRequest:
     fields = Fields.parse(body)
     for name, why in REFUSED.items():
         if fields.values.get(name) is not None:
@@ -36,11 +46,12 @@ def responses_request(
     chat = {name: fields.values[name] for name in SAME if name in fields.values}
     chat |= _limit(fields) | _form(fields) | _effort(fields)
     chat["messages"] = _instructions(fields) + _messages(fields.values.get("input"))
+    spaces: dict[str, tuple[str, str]] = {}
     if fields.values.get("tools") is not None:
-        tools = enumerate(fields.list("tools"))
-        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in tools]
+        chat["tools"] = _tools(fields.list("tools"), "tools", spaces)
     chat["tool_choice"] = _choice(fields.values.get("tool_choice"))
-    return chat_of(Fields(chat).over(defaults), vocab_size, len(body)), fields
+    asked = chat_of(Fields(chat).over(defaults), vocab_size, len(body))
+    return ResponsesRequest(asked, fields, spaces)
 
 
 def _limit(fields: Fields) -> dict[str, Any]:
@@ -69,7 +80,31 @@ def _effort(fields: Fields) -> dict[str, Any]:
     return {} if effort is None else {"reasoning_effort": effort}
 
 
-def _tool(tool: Any, param: str) -> Any:
+def _tools(
+    given: list[Any], param: str, spaces: dict[str, tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """A namespace holds tools of its own, whose names others may have, too."""
+    tools: list[dict[str, Any]] = []
+    for i, tool in enumerate(given):
+        where = f"{param}[{i}]"
+        if not isinstance(tool, dict) or tool.get("type") != "namespace":
+            tools.append(_tool(tool, where))
+            continue
+        fields = Fields(tool, f"{where}.")
+        space = _given(fields, "name", where)
+        for each in _tools(fields.list("tools"), f"{where}.tools", {}):
+            name = each["function"].get("name")
+            each["function"]["name"] = joined = _joined(space, name)
+            spaces[joined] = space, name
+            tools.append(each)
+    return tools
+
+
+def _joined(space: Any, name: Any) -> Any:
+    return f"{space}__{name}" if isinstance(space, str) and isinstance(name, str) else name
+
+
+def _tool(tool: Any, param: str) -> dict[str, Any]:
     """Only the client's own functions; those of OpenAI's servers are not here."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         name = tool.get("type") if isinstance(tool, dict) else kind(tool)
@@ -87,7 +122,8 @@ def _choice(value: Any) -> Any:
         named = [_choice(tool) for tool in tools] if isinstance(tools, list) else tools
         allowed = {"mode": value.get("mode"), "tools": named}
         return {"type": "allowed_tools", "allowed_tools": allowed}
-    return {"type": "function", "function": {"name": value.get("name")}}
+    name = _joined(value.get("namespace"), value.get("name"))
+    return {"type": "function", "function": {"name": name}}
 
 
 def _instructions(fields: Fields) -> list[dict[str, Any]]:
@@ -133,7 +169,7 @@ def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
                 "id": _given(fields, "call_id", param),
                 "type": "function",
                 "function": {
-                    "name": _given(fields, "name", param),
+                    "name": _joined(fields.text("namespace"), _given(fields, "name", param)),
                     "arguments": fields.text("arguments") or "",
                 },
             }

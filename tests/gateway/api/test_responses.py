@@ -84,6 +84,22 @@ async def test_reasoning_words_and_calls(api, engine, streams):
     assert all(item.status == "completed" for item in answer.output)
 
 
+async def test_namespaces(post, engine):
+    """As Codex sends them; their names may meet."""
+    space = {"type": "namespace", "name": "mcp", "tools": [TOOL]}
+    tools = [TOOL, space, space | {"name": "other"}]
+    engine.say(CALL.replace("look", "mcp__look") + CALL)
+    status, body = await post(PATH, {"input": "hi", "tools": tools})
+    assert status == 200, body
+    found = [(call["name"], call.get("namespace")) for call in body["output"]]
+    assert found == [("look", "mcp"), ("look", None)]
+    items = [LOOK | {"namespace": "mcp", "arguments": "{}"}, SEEN]
+    choice = {"type": "function", "name": "look", "namespace": "other"}
+    given = {"tools": tools, "tool_choice": choice}
+    assert (await post(PATH, {"input": items} | given))[0] == 200
+    assert "assistant:(mcp__look {});tool:cat;" in prompt(engine)
+
+
 async def test_events_tell_the_same_as_the_response(client, engine):
     """Numbers without a gap, and deltas that join to what their item is."""
     engine.say(f"<think>\nhm\n</think>\n\nYes {CALL}")
@@ -184,6 +200,8 @@ async def test_forms(post):
         ({"temperature": "x"}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": ["x"]}, "tools[0]"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [5]}]}, "tools[0].tools[0]"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
