@@ -75,7 +75,8 @@ struct Reader {
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
       if (i * THREADS >= ROWS * WIDE) break;
-      const int r = row_of_place<WIDE, THREADS>(thread, i), c = column_of_place<WIDE, THREADS>(thread, i);
+      const int r = row_of_place<WIDE, THREADS>(thread, i);
+      const int c = column_of_place<WIDE, THREADS>(thread, i);
       data[i] = uint4{0, 0, 0, 0};
       scale[i] = 0;
       if (r < ROWS && r >= low && r < high && c * EACH < dim) {
@@ -95,7 +96,8 @@ struct Reader {
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
       if (i * THREADS >= ROWS * WIDE) break;
-      const int r = row_of_place<WIDE, THREADS>(thread, i), c = column_of_place<WIDE, THREADS>(thread, i);
+      const int r = row_of_place<WIDE, THREADS>(thread, i);
+      const int c = column_of_place<WIDE, THREADS>(thread, i);
       if (r >= ROWS) break;
       uint4* to = reinterpret_cast<uint4*>(tile + r * pitch + c * EACH);
       if (TYPE == F16) to[0] = data[i];
@@ -131,7 +133,8 @@ __device__ __forceinline__ void fetch_halves(half_bits* tile, int pitch, const u
   constexpr int WIDE = DIM / 8;
 #pragma unroll
   for (int i = 0; i < (ROWS * WIDE + THREADS - 1) / THREADS; ++i) {
-    const int r = row_of_place<WIDE, THREADS>(thread, i), c = column_of_place<WIDE, THREADS>(thread, i);
+    const int r = row_of_place<WIDE, THREADS>(thread, i);
+    const int c = column_of_place<WIDE, THREADS>(thread, i);
     if (r >= ROWS) break;
     const bool is_seen = r >= low && r < high;
     const unsigned char* from = head + ((row + r) * DIM + 8 * c) * 2;

@@ -2,9 +2,9 @@
 // head for neighbouring tokens of a slot. Row m of a block is token m / G, head m % G of the group.
 //
 // How a token's positions are cut into pieces depends on that token alone, never on its company or
-// on the launch: pieces begin at multiples of their length, the least multiple of GRAIN, and at least
-// PIECE, that needs no more than `most` of them. This, and products whose rows do not know each
-// other, is why a row has the same bits alone and among others.
+// on the launch: pieces begin at multiples of their length, the least multiple of GRAIN, and at
+// least PIECE, that needs no more than `most` of them. This, and products whose rows do not know
+// each other, is why a row has the same bits alone and among others.
 #pragma once
 #include "half.cuh"
 
@@ -87,8 +87,8 @@ __device__ __forceinline__ unsigned warp_largest(unsigned x) {
 }
 
 // The fp16 form of a query: times a power of two that brings its largest value to [128, 256).
-// Returns the power that undoes it. A warp calls; x: `dim` floats, to: DIM halves. IN_FOURS: of each
-// 16, halves 2 c, 2 c + 1, 8 + 2 c and 9 + 2 c become four neighbours from 4 c on (ByteTile).
+// Returns the power that undoes it. A warp calls; x: `dim` floats, to: DIM halves. IN_FOURS: of
+// each 16, halves 2 c, 2 c + 1, 8 + 2 c and 9 + 2 c become four neighbours from 4 c on (ByteTile).
 template <int DIM, bool IN_FOURS = false>
 __device__ __forceinline__ float stage_query(const float* x, int dim, half_bits* to, int lane) {
   constexpr int EACH = (DIM + 127) / 128;

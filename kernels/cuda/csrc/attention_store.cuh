@@ -72,7 +72,8 @@ __device__ __forceinline__ void store_integers(unsigned char* head, int kind, in
     most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
   if (kind == Q8_0) {
     const bool is_sane = most < 0xff000000u;
-    const Rounded r = round_to_bytes(is_sane ? value : 0.0f, __uint_as_float(is_sane ? most >> 1 : 0));
+    const float largest = __uint_as_float(is_sane ? most >> 1 : 0);
+    const Rounded r = round_to_bytes(is_sane ? value : 0.0f, largest);
     const int place = row * dim + d;
     if (d < dim && lane % 16 == 0) scales[place / 16] = is_sane ? r.scale : 0x7e00;
     if (d < dim) reinterpret_cast<signed char*>(head)[place] = static_cast<signed char>(r.value);

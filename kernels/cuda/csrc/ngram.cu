@@ -69,7 +69,8 @@ ngram_conv(float* x, const float* value, const float* factors, const float* norm
            int width, int count, int taps_count, int dilation, int kind) {
   grid_launch();
   grid_wait();
-  const int channel = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y, channels = width * count;
+  const int channel = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y;
+  const int channels = width * count;
   const Step step{slots, positions, kept, tokens, 0};
   const int depth = (taps_count - 1) * dilation, slot = slots[t];
   const int before = before_in_row(slots, t, depth);

@@ -1,6 +1,6 @@
 // Rows of an n-gram table, a block of values each thread: Format::unpack's own numbers. The table
-// may lie in the GPU's memory or in host memory that it sees; or its rows lie there, one for each of
-// `rows` in that order, and a number of -1 where none was read. -D FORMAT
+// may lie in the GPU's memory or in host memory that it sees; or its rows lie there, one for each
+// of `rows` in that order, and a number of -1 where none was read. -D FORMAT
 #include "formats/registry.h"
 #include "grid.cuh"
 

@@ -1,4 +1,5 @@
-// What ranks need beside attention that share out positions: kernels/positions.py tells what it means.
+// What ranks need beside attention that share out positions: kernels/positions.py tells what it
+// means.
 #include "grid.cuh"
 
 namespace voltapile {
@@ -32,8 +33,8 @@ extern "C" __global__ void keep_stored(const int* positions, const int* slots, c
 
 // grid: (width / blockDim, tokens). o [T, width] = each of its heads times its share of all parts'.
 // all_weights: [T, parts * heads]. What weighs nothing is zero, whatever it was.
-extern "C" __global__ void weigh(float* o, const float* weights, const float* all_weights, int width,
-                                 int heads, int parts) {
+extern "C" __global__ void weigh(float* o, const float* weights, const float* all_weights,
+                                 int width, int heads, int parts) {
   grid_launch();
   grid_wait();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;

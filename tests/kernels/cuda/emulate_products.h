@@ -1,12 +1,13 @@
-// Products of the emulated tensor core, and what loads its operands: more of emulate.h. Register maps
-// are written from the PTX manual, apart from those of the kernels. Products of halves are summed in
-// double and rounded once.
+// Products of the emulated tensor core, and what loads its operands: more of emulate.h. Register
+// maps are written from the PTX manual, apart from those of the kernels. Products of halves are
+// summed in double and rounded once.
 #pragma once
 #include <initializer_list>
 
 namespace emulation {
 
-// Of each lane the values of its registers, A first; `sum` gives what is added to one lane's value e.
+// Of each lane the values of its registers, A first; `sum` gives what is added to one lane's value
+// e.
 struct Halves {
   float x[16];
 };
@@ -47,7 +48,8 @@ void product_of_bytes(int (&c)[4], Words registers) {
 namespace voltapile {
 
 // m16n8k16: A row r, column k: lane 4 (r % 8) + k % 8 / 2, register r / 8 + 2 (k / 8); B column n:
-// lane 4 n + k % 8 / 2, register k / 8. C value e: row lane / 4 + 8 (e / 2), column 2 (lane % 4) + e % 2.
+// lane 4 n + k % 8 / 2, register k / 8. C value e: row lane / 4 + 8 (e / 2), column 2 (lane % 4) +
+// e % 2.
 inline void mma_16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                       unsigned b0, unsigned b1) {
   emulation::product(c, {a0, a1, a2, a3, b0, b1}, [](emulation::AllHalves all, int lane, int e) {
@@ -76,8 +78,8 @@ inline void mma_1688(float (&c)[4], unsigned a0, unsigned a1, unsigned b0) {
 }
 
 // m8n8k4, four products by quad pairs: quad pair q is lanes 4 q..4 q + 3 and 16 + 4 q..; lane t of
-// it holds row t of A and column t of B. C value e: row (lane & 1) + (e & 2) + 4 (lane / 16), column
-// (e & 4) + (lane & 2) + (e & 1).
+// it holds row t of A and column t of B. C value e: row (lane & 1) + (e & 2) + 4 (lane / 16),
+// column (e & 4) + (lane & 2) + (e & 1).
 inline void mma_884(float (&c)[8], unsigned a0, unsigned a1, unsigned b0, unsigned b1) {
   emulation::product(c, {a0, a1, b0, b1}, [](emulation::AllHalves all, int lane, int e) {
     const int quad = lane / 4 % 4;
@@ -107,8 +109,8 @@ inline void mma_884_rows(float (&c)[8], unsigned a0, unsigned a1, unsigned b0, u
 }
 
 // m16n8k32 of bytes, A unsigned, B signed: A row r, column k: lane 4 (r % 8) + k % 16 / 4, register
-// r / 8 + 2 (k / 16), byte k % 4; B column n: lane 4 n + k % 16 / 4, register k / 16. m16n8k16: as its
-// first half. C as that of halves.
+// r / 8 + 2 (k / 16), byte k % 4; B column n: lane 4 n + k % 16 / 4, register k / 16. m16n8k16: as
+// its first half. C as that of halves.
 inline void mma_bytes_32(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                          unsigned b0, unsigned b1) {
   emulation::product_of_bytes<32>(c, {{a0, a1, a2, a3, b0, b1}});
