@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("-j", type=int, default=len(os.sched_getaffinity(0)), help="threads")
     parser.add_argument("--ptx", type=Path, help="write PTX for compute_70 to this folder")
     parser.add_argument(
-        "--table", type=Path, help="write resources of sm_70 and sm_75, or of --arch"
+        "--table", type=Path, help="write resources of the table's architectures, or of --arch"
     )
     args = parser.parse_args()
     archs = (args.arch,) if args.arch else ARCHS

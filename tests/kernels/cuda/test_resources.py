@@ -1,4 +1,5 @@
-"""Every kernel compiles for sm_70 and sm_75, spills nothing, and takes no more than the table says.
+"""Every kernel compiles for sm_70, sm_75 and sm_90 and takes no more than the table says; on the
+first two none spills.
 
 `python -m voltapile.kernels.cuda --table tests/kernels/cuda/resources.json` writes the table.
 `pytest -k sm70` selects one architecture. A few run with every test, all of them in CI.
@@ -14,13 +15,13 @@ import pytest
 from voltapile.kernels.cuda import nvrtc
 from voltapile.kernels.cuda.compile import compile_all
 from voltapile.kernels.cuda.launch import Instance
-from voltapile.kernels.cuda.resources import Resources, parse, resources_of, table
+from voltapile.kernels.cuda.resources import NEVER_SPILL, Resources, parse, resources_of, table
 from voltapile.kernels.cuda.rows import SOFTCAP
 from voltapile.kernels.cuda.table import INSTANCES
 
 TABLE = json.loads((Path(__file__).parent / "resources.json").read_text())
-MOST_SHARED = {"sm_70": 96 << 10, "sm_75": 64 << 10}
-ARCHS = [pytest.param("sm_70", id="sm70"), pytest.param("sm_75", id="sm75")]
+MOST_SHARED = {"sm_70": 96 << 10, "sm_75": 64 << 10, "sm_90": 227 << 10}
+ARCHS = [pytest.param(arch, id=arch.replace("_", "")) for arch in TABLE]
 FEW = [each for each in INSTANCES if not each.defines or dict(each.defines).get("FORMAT") == "Q4_K"]
 
 
@@ -36,11 +37,12 @@ def _needs_nvrtc_12() -> None:
 
 def check(instance: Instance, arch: str) -> None:
     used = resources_of(instance, arch)
-    assert used.spilled == 0, f"{instance.name} spills {used.spilled} bytes"
+    assert not used.spilled or arch not in NEVER_SPILL, f"{instance.name} spills {used.spilled}"
     assert used.shared <= MOST_SHARED[arch], used
     assert instance.name in TABLE[arch], f"{instance.name} is not in the table of {arch}"
     allowed = Resources(*TABLE[arch][instance.name])
     assert used.registers <= allowed.registers, (used, allowed)
+    assert used.spilled <= allowed.spilled, (used, allowed)
     assert used.stack <= allowed.stack, (used, allowed)
     assert used.shared <= allowed.shared, (used, allowed)
 
