@@ -120,6 +120,20 @@ def test_sizes() -> None:
     assert usual >= 0.95 * len(lengths), f"only {usual} of {len(lengths)} functions are short"
 
 
+def test_lines_of_kernels_are_as_narrow_as_others() -> None:
+    """ruff sees Python's alone."""
+    kinds = (".cu", ".cuh", ".h", ".cpp")
+    problems = [
+        f"{name_of(path)}:{number}: {len(line)} columns"
+        for folder in ("kernels", "tests")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in kinds
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 100
+    ]
+    assert not problems, "\n".join(problems)
+
+
 def test_every_module_says_what_it_is() -> None:
     for path in SOURCES:
         if path.name != "__init__.py":
