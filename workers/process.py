@@ -288,7 +288,7 @@ class Worker:
         self._note(result)
         if self.rank != self.plan.answer_rank:
             return
-        if (due := self.outbox.put(result, pending.step.interval)) is not None:
+        for due in self.outbox.put(result, pending.step):
             self._say(due)
 
     def _begin(self, step: Step) -> None:

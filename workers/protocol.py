@@ -109,7 +109,7 @@ class Step(Record):
 
     rounds: so many passes, each with a Result, where all rows sample: in the later ones every row
     continues. The last is the one in which a row gives its last token, or none, or a Hold comes.
-    interval: seconds for which Results may wait for those of the next rounds.
+    interval: seconds for which Results may wait for those of the next rounds, but for prompts'.
     """
 
     id: int
