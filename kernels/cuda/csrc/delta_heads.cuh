@@ -155,7 +155,8 @@ __device__ __forceinline__ void end_head(const float* o, const float* norm,
   const float factor = 1.0f / sqrtf(warp_join(sum, Add()) / DIM + eps);
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i)
-    y[32 * i] = held[i] * factor * norm[32 * i] * (is_sigmoid ? sigmoid(z[i]) : silu(z[i]));
+    y[32 * i] = held[i] * factor * norm[32 * i] *
+                ((is_sigmoid ? 1.0f : z[i]) / (1.0f + expf(-z[i])));  // sigmoid or silu
 }
 
 }  // namespace voltapile

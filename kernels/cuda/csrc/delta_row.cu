@@ -54,6 +54,7 @@ struct Channel {
 __device__ __forceinline__ void convolve(Channel& channel, const float* x, float next, int count,
                                          int channels, int head, Shared& sh, float eps) {
   const float length = head == 0 ? 1.0f / sqrtf(static_cast<float>(DIM)) : 1.0f;
+#pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const float input = next;
     if (head < 3 && i + 1 < count) next = x[static_cast<long long>(i + 1) * channels];
@@ -131,15 +132,7 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
   const float own_rate = rate[head], own_dt = dt[head];
   grid_wait();
 
-  if (found > 0) {
-    const long long at = (logged_at + threadIdx.x) * value_heads + head;
-    if (threadIdx.x < found) put_gates(sh, threadIdx.x, b_log[at], a_log[at], own_rate, own_dt);
-    const float next = kind_of_head < 3 ? log[0] : 0.0f;
-    convolve(channel, log, next, found, channels, kind_of_head, sh, eps);
-    finish_tokens(sh);
-    for (int i = 0; i < found; ++i) s.go_on(sh.tokens[i], column, part);
-  }
-  // Asked for early.
+  // Of this step's tokens, asked for early.
   const float* row = m + static_cast<long long>(first) * channels + own;
   const float next = kind_of_head < 3 ? row[0] : 0.0f;
   const long long place = static_cast<long long>(first) * value_heads + head;
@@ -153,26 +146,37 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn)
     if (turn * BLOCK_WARPS + warp < length) read_head(z + ended + turn * turn_apart, gates[turn]);
-  if (is_provisional) {
-    s.write(matrix, column, part);
-#pragma unroll
-    for (int j = 0; j < PAST; ++j) past[j] = channel.past[j];
-  }
-  __syncthreads();  // the tokens that stand are done with
-  if (has_token) put_gates(sh, threadIdx.x, own_b, own_a, own_rate, own_dt);
-  convolve(channel, row, next, length, channels, kind_of_head, sh, eps);
-  finish_tokens(sh);
-  // The block has used what it read of the state, and takes its tickets; answers come meanwhile.
   const bool asks = threadIdx.x == blockDim.x - 1;
   bool is_last_of_key = false, is_last_of_row = false;
-  if (asks) {
-    unsigned* own_tickets = tickets + blockIdx.y * (key_heads + 1);
-    is_last_of_key = comes_last(own_tickets + key_head, members[key_head]);
-    is_last_of_row = comes_last(own_tickets + key_heads, value_heads);
-  }
-  for (int i = 0; i < length; ++i) {
-    const float out = s.go_on(sh.tokens[i], column, part);
-    if (part % 4 == 0) sh.o[i][column + part / 4] = out;
+  // The tokens of the step before that stand, if any, then this step's: one code for both.
+#pragma unroll 1
+  for (bool is_now = found <= 0, is_done = false; !is_done; is_done = is_now, is_now = true) {
+    const int here = is_now ? length : found;
+    float b = own_b, a = own_a, input = next;
+    if (!is_now) {
+      const long long at = (logged_at + threadIdx.x) * value_heads + head;
+      if (threadIdx.x < found) b = b_log[at], a = a_log[at];
+      if (kind_of_head < 3) input = log[0];
+    } else if (is_provisional) {
+      s.write(matrix, column, part);
+#pragma unroll
+      for (int j = 0; j < PAST; ++j) past[j] = channel.past[j];
+    }
+    __syncthreads();  // the tokens that stand are done with
+    if (threadIdx.x < here) put_gates(sh, threadIdx.x, b, a, own_rate, own_dt);
+    convolve(channel, is_now ? row : log, input, here, channels, kind_of_head, sh, eps);
+    finish_tokens(sh);
+    // The block has used what it read of the state, and takes its tickets; answers come meanwhile.
+    if (is_now && asks) {
+      unsigned* own_tickets = tickets + blockIdx.y * (key_heads + 1);
+      is_last_of_key = comes_last(own_tickets + key_head, members[key_head]);
+      is_last_of_row = comes_last(own_tickets + key_heads, value_heads);
+    }
+#pragma unroll 1
+    for (int i = 0; i < here; ++i) {
+      const float out = s.go_on(sh.tokens[i], column, part);
+      if (part % 4 == 0) sh.o[i][column + part / 4] = out;
+    }
   }
   if (asks) sh.is_last_of_key = is_last_of_key, sh.is_last_of_row = is_last_of_row;
   __syncthreads();

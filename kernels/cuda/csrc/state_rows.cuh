@@ -35,11 +35,13 @@ __device__ __forceinline__ int before_in_row(const int* slots, int t, int most) 
 // The first token of the step's row `index`, or -1. The whole warp calls.
 __device__ __forceinline__ int find_row(const int* slots, int tokens, int index) {
   const int lane = threadIdx.x & 31;
+#pragma unroll 1
   for (int base = 0; base < tokens; base += 32) {
     const int t = base + lane;
     unsigned starts = __ballot_sync(ALL, t < tokens && is_start(slots, t));
     const int count = __popc(starts);
     if (index < count) {
+#pragma unroll 1
       while (index-- > 0) starts &= starts - 1;
       return base + __ffs(static_cast<int>(starts)) - 1;
     }
