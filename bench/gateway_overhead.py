@@ -88,7 +88,7 @@ class ScriptedWorker:
             rows = [self.answer(row) for row in step.rows]
             result = Result(id=step.id, rows=[row for row in rows if row], seconds=self.pace)
             rounds.settle(result)
-            if (due := outbox.put(result, step.interval)) is not None:
+            for due in outbox.put(result, step):
                 when = time.perf_counter()
                 socket.send_multipart(encode(due))
                 times.write(struct.pack("<d", when))

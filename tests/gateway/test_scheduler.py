@@ -220,7 +220,7 @@ class World:
         self.interval = 1.0 if joins else -1.0
         self.sent: list[Any] = []  # Steps and Holds
         self.rounds = Rounds()
-        self.begun: list[Result] = []  # by a device that computes while more is sent
+        self.begun: list[tuple[Result, Step]] = []  # by a device that computes while more is sent
         self.done: list[Result] = []
         self.requests: list[Request] = []
         self.tokens: dict[int, list[int]] = {}
@@ -263,19 +263,20 @@ class World:
     def begin(self) -> bool:
         if not self.rounds:
             return False
-        self.begun.append(self.model.run(self.rounds.next()))
+        step = self.rounds.next()
+        self.begun.append((self.model.run(step), step))
         return True
 
     def end(self) -> bool:
         if not self.begun:
             return False
-        self.rounds.settle(self.begun[0])
-        result = self.outbox.put(self.begun.pop(0), self.interval)
-        if result is None:
-            return True
-        [message] = [decode([bytes(frame) for frame in encode(result)])]
-        assert isinstance(message, Result)
-        self.done.append(message)
+        result, step = self.begun.pop(0)
+        self.rounds.settle(result)
+        step.interval = self.interval
+        for due in self.outbox.put(result, step):
+            message = decode([bytes(frame) for frame in encode(due)])
+            assert isinstance(message, Result)
+            self.done.append(message)
         return True
 
     def work(self) -> bool:

@@ -409,7 +409,7 @@ class LateEngine:
         return Pending()
 
     def collect(self, pending: Any) -> Result:
-        assert pending.is_done
+        wait_until(lambda: pending.is_done)
         return Result(id=pending.step.id, rows=[], seconds=0.0)
 
     def memory(self) -> dict[str, tuple[int, int]]:
