@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from voltapile.kernels.cuda.attention import LOG2E
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
-from voltapile.kernels.cuda.pages import KINDS, CudaKv
+from voltapile.kernels.cuda.pages import KINDS, PAGE_TOKENS, CudaKv
 from voltapile.kernels.families import INDEX_RING
 from voltapile.kernels.ops import Batch
 
@@ -41,6 +41,7 @@ INSTANCES = [POOL, RING, SCORES, CHOOSE, *ATTEND.values(), JOIN]
 SCORES_BYTES = 48 << 20  # of some tokens against all blocks
 WIDEST_KEY = 256
 STEP, WARPS, ROWS = 16, 4, 16  # of attend_to: positions and warps, and query heads of a block
+AT_ONCE = 8  # pieces of a row that join_attended has on their way
 PIECE = STEP * WARPS  # positions of a block where several have a token
 FEWEST_PIECES = 1  # of prompt rows: there are blocks enough
 MAX_TOKENS = 65535  # a grid's limit on its second axis
@@ -55,8 +56,9 @@ class IndexCache:
     block: int
 
     @property
-    def page_tokens(self) -> int:
-        return self.pooled.shape[1] * self.block
+    def shift(self) -> int:
+        """A block has 1 << shift positions."""
+        return self.block.bit_length() - 1
 
 
 @dataclass(eq=False)
@@ -70,6 +72,7 @@ class Chosen:
 
 def index_cache(ops: Launcher, pages: int, page_tokens: int, dim: int, block: int) -> IndexCache:
     assert page_tokens % INDEX_RING == INDEX_RING % block == 0, "a block lies in one page"
+    assert page_tokens == PAGE_TOKENS, page_tokens
     assert dim % 4 == 0, dim
     assert dim <= WIDEST_KEY, dim
     ring = ops.zeros((pages, INDEX_RING, dim), np.float32)
@@ -97,14 +100,14 @@ def index_store(
     assert 2 * len(frequencies) <= dim, (frequencies, dim)
     if not tokens:
         return
-    where = cache.page_tokens, table.shape[1], len(cache.ring)
+    where = table.shape[1], len(cache.ring)
     tables = table, batch.slots, batch.positions
     ops.kernel(POOL)(
         (tokens,),
         128,
         (
             *_pointers(keys, norm, frequencies, cache.ring, cache.pooled, *tables),
-            *map(np.int32, (dim, cache.block, *where, len(frequencies))),
+            *map(np.int32, (dim, cache.shift, *where, len(frequencies))),
             *(np.float32(rope[1]), np.float32(eps)),
         ),
     )
@@ -127,7 +130,7 @@ def choose_blocks(
     tokens, table = len(q), batch.pages[group]
     dim, block, chosen = cache.ring.shape[2], cache.block, top_k // cache.block
     assert q.shape == (tokens, heads * dim), (q, heads, dim)
-    most = table.shape[1] * cache.page_tokens // block
+    most = table.shape[1] * PAGE_TOKENS // block
     blocks, counts = ops.scratch((tokens, chosen), np.int32), ops.scratch((tokens,), np.int32)
     step = max(1, min(MAX_TOKENS, SCORES_BYTES // (4 * most)))
     for start in range(0, tokens, step):
@@ -135,7 +138,7 @@ def choose_blocks(
         slots, positions = batch.slots[start:stop], batch.positions[start:stop]
         with ops.scope():
             scores = ops.scratch((stop - start, most))
-            sizes = heads, dim, block, cache.page_tokens, table.shape[1], len(cache.ring)
+            sizes = heads, dim, cache.shift, table.shape[1], len(cache.ring)
             if most > chosen:
                 ops.kernel(SCORES)(
                     (_groups(most, 128), stop - start),
@@ -151,7 +154,7 @@ def choose_blocks(
                 256,
                 (
                     *_pointers(scores, positions, blocks[start:stop], counts[start:stop]),
-                    *map(np.int32, (block, most, chosen)),
+                    *map(np.int32, (cache.shift, most, chosen)),
                 ),
             )
     return Chosen(blocks, counts, block)
@@ -221,7 +224,8 @@ def _attend(ops: Launcher, call: _Call, part: slice, pieces: int) -> None:
         found = ops.scratch((tokens, heads, pieces, dim))
         stats = ops.scratch((tokens, heads, pieces, 2))
     of_tokens = call.batch.slots, call.batch.positions, chosen.blocks, chosen.counts
-    numbers = call.table.shape[1], cache.pages, chosen.block, call.most, pieces, PIECE, call.parts
+    shift = chosen.block.bit_length() - 1
+    numbers = call.table.shape[1], cache.pages, shift, call.most, pieces, PIECE, call.parts
     shape = _shape_of(cache)
     blocks = call.most if pieces == 1 else PIECE // chosen.block
     ops.kernel(ATTEND[shape])(
@@ -240,7 +244,7 @@ def _attend(ops: Launcher, call: _Call, part: slice, pieces: int) -> None:
             (heads, tokens),
             128,
             (*_pointers(found, stats, out), np.int32(pieces), np.int32(dim)),
-            shared=4 * pieces,
+            shared=4 * (pieces + AT_ONCE - 1),
         )
 
 
@@ -256,7 +260,7 @@ def _shared_bytes(dim: int, kind: int, arch: int) -> int:
     """Of csrc/sparse_attend.cu's Shared."""
     row = 2 * (dim + 8)
     tiles = (2 if arch >= 80 and kind == KINDS["f16"] else 1) * WARPS * STEP * row
-    ends = 8 * WARPS * (8 + 4 * (dim + 8))
+    ends = 8 * WARPS * 4 * (dim + 8)
     return max(tiles, ends) + ROWS * (row + 4)
 
 

@@ -34,9 +34,6 @@ struct Part {
   float4 out{0, 0, 0, 0};
 };
 
-// Columns of a row of the output.
-__device__ __forceinline__ int width_of(int dim) { return KIND == ANY ? dim : DIM; }
-
 // What sums so far (largest score `most`) and later ones are multiplied by when they are joined.
 struct Weights {
   float before, next;

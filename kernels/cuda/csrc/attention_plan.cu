@@ -10,11 +10,13 @@ struct Lists {
   int items = 0, num_tiles = 0;
 };
 
-__device__ void deal(Lists& lists, const int* positions, int begin, int length, int shortest,
-                     int group, int tile_rows, int chunk, int limit, int window, int most) {
+__device__ __forceinline__ void deal(Lists& lists, const int* positions, int begin, int length,
+                                     int shortest, int group, int tile_rows, int chunk, int limit,
+                                     int window, int most) {
   const int lane = threadIdx.x;
   if (length > shortest) {
-    const int count = (length * group + tile_rows - 1) / tile_rows;
+    const int count = static_cast<unsigned>(length * group + tile_rows - 1) / tile_rows;
+#pragma unroll 1
     for (int i = lane; i < count; i += 32) {
       int* tile = lists.tiles + 3 * (lists.num_tiles + i);
       tile[0] = begin, tile[1] = length, tile[2] = i;
@@ -25,10 +27,10 @@ __device__ void deal(Lists& lists, const int* positions, int begin, int length, 
   // At most 32 tokens; cut like tokens_of_item in attention_decode.cu.
   const int t = begin + lane;
   const bool is_inside = lane < length;
-  bool leads = is_inside && lane % chunk == 0;
-  if (is_inside && lane > 0)
-    leads |= span_of(positions[t], limit, window, most).piece !=
-             span_of(positions[t - 1], limit, window, most).piece;
+  bool leads = is_inside && static_cast<unsigned>(lane) % chunk == 0;
+  const int piece = is_inside ? span_of(positions[t], limit, window, most).piece : 0;
+  const int before = __shfl_up_sync(0xffffffffu, piece, 1);
+  leads |= is_inside && lane > 0 && piece != before;
   const unsigned leaders = __ballot_sync(0xffffffffu, leads);
   if (leads) {
     int* item = lists.plan + 4 + 2 * (lists.items + __popc(leaders & ((1u << lane) - 1)));
@@ -51,10 +53,12 @@ attention_plan(const int* slots, const int* positions, int* plan, int* tiles, in
                int most_items, int most_tiles) {
   Lists lists{plan, tiles};
   int begin = 0;
-  for (int base = 0; base < tokens; base += 32) {
+#pragma unroll 1
+  for (int base = 0; base <= tokens; base += 32) {
     const int t = base + threadIdx.x;
-    const bool starts = t > 0 && t < tokens && slots[t] != slots[t - 1];
-    unsigned left = __ballot_sync(0xffffffffu, starts);
+    const bool ends = t > 0 && t <= tokens && (t == tokens || slots[t] != slots[t - 1]);
+    unsigned left = __ballot_sync(0xffffffffu, ends);
+#pragma unroll 1
     while (left) {
       const int end = base + __ffs(left) - 1;
       left &= left - 1;
@@ -63,8 +67,6 @@ attention_plan(const int* slots, const int* positions, int* plan, int* tiles, in
       begin = end;
     }
   }
-  deal(lists, positions, begin, tokens - begin, shortest, group, tile_rows, chunk, limit, window,
-       most);
   // More than the other launches were made for: a slot has two runs.
   if (lists.items > most_items || lists.num_tiles > most_tiles) __trap();
   if (threadIdx.x == 0) plan[0] = lists.items, plan[1] = lists.num_tiles;

@@ -1,5 +1,5 @@
-// A warp's own part of shared memory in decode: keys and values of STEP positions at a time, and
-// how they get there. No other warp touches it, so none waits for another.
+// A warp's own part of shared memory in decode: keys and values of STEP positions at a time, and how
+// they get there. No other warp touches it, so none waits for another.
 // -D CLUSTER: blocks that take a piece together, where shared memory may be read by others (sm_90)
 #pragma once
 #include "attention_tile.cuh"
@@ -23,12 +23,6 @@ struct Either<false, First, Second> {
 };
 
 __device__ __forceinline__ unsigned place_in_page(int p) { return static_cast<unsigned>(p) % PAGE; }
-
-// A warp calls; `count` times 16 bytes become zeros.
-__device__ __forceinline__ void clear_quads(half_bits* from, int count, int lane) {
-#pragma unroll 1
-  for (int i = lane; i < count; i += 32) reinterpret_cast<uint4*>(from)[i] = uint4{0, 0, 0, 0};
-}
 
 // STEP positions as halves. An operand has WIDTH of the dimensions.
 struct HalfTile {
@@ -253,8 +247,8 @@ struct CopiedSteps {
 };
 
 // By way of registers: keys are read while values are multiplied, and values while keys are; where
-// there are no registers for that, both are read when they are wanted, part by part. A block has
-// one share.
+// there are no registers for that, both are read when they are wanted, part by part. A block has one
+// share.
 struct ReadSteps {
   static constexpr bool IS_AHEAD = DIM <= 128;
   static constexpr int PART = IS_AHEAD ? STEP : KIND == ANY ? STEP / 4 : STEP / 2;

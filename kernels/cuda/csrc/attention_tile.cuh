@@ -12,6 +12,17 @@ constexpr int ANY = 3;
 constexpr bool IS_ASYNC = VP_ARCH >= 800 && KIND == F16, TRUNCATES = VP_ARCH < 750;
 constexpr int CHAIN = TRUNCATES ? 64 : DIM;  // products that are summed in one accumulator
 
+// Columns of a row in memory.
+__device__ __forceinline__ int width_of(int dim) { return KIND == ANY ? dim : DIM; }
+
+// `threads` call; `count` times 16 bytes become zeros.
+__device__ __forceinline__ void clear_quads(half_bits* from, int count, int thread,
+                                            int threads = 32) {
+#pragma unroll 1
+  for (int i = thread; i < count; i += threads)
+    reinterpret_cast<uint4*>(from)[i] = uint4{0, 0, 0, 0};
+}
+
 // One of the two caches of a layer.
 struct Cache {
   const unsigned char* base;

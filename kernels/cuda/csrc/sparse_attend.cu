@@ -20,9 +20,9 @@ struct Tile16 {
 // Where copies need no registers, values are on their way while keys are multiplied; else a warp
 // has one tile for both.
 constexpr int TILES_OF_WARP = IS_ASYNC ? 2 : 1;
+// Of a row, DIM columns, and behind them the largest score and the sum of exponentials.
 struct Ends {
-  float most[WARPS][HALF], sum[WARPS][HALF];
-  float out[WARPS][HALF][DIM + 8];
+  float rows[WARPS][HALF][DIM + 8];
 };
 struct __align__(16) Shared {
   union {
@@ -36,10 +36,10 @@ struct __align__(16) Shared {
 // What a token sees, counted from its first chosen block on.
 struct Seen {
   const int* cells;  // of blocks from the piece's first on: where their first position is cached
-  int block, first, end;
+  int shift, first, end;  // shift: a block has 1 << shift positions
 
   __device__ __forceinline__ int cell(int i) const {
-    return cells[i / block - first] + i % block;
+    return cells[(i >> shift) - first] + (i & ((1 << shift) - 1));
   }
 };
 
@@ -77,17 +77,17 @@ __device__ __forceinline__ void read_as(half_bits* tile, const Cache& cache, con
                                         int i, int lane) {
   constexpr int EACH = values_of(TYPE), WIDE = DIM / EACH;
   for (int at = lane; at < STEP * WIDE; at += 32) {
-    const int r = at / WIDE, c = at % WIDE;
+    const unsigned r = at / WIDE, c = at % WIDE, wide = width_of(cache.dim) / EACH;
     uint4 data{0, 0, 0, 0};
     unsigned scale = 0;
-    if (i + r < seen.end && c * EACH < cache.dim) {
-      const int cell = seen.cell(i + r), page = cell / PAGE;
-      const unsigned char* head = cache.base + page * head_bytes(TYPE, cache.dim);
-      const int place = cell % PAGE * (cache.dim / EACH) + c;
+    if (i + static_cast<int>(r) < seen.end && c < wide) {
+      const unsigned cell = seen.cell(i + r), page = cell / PAGE;
+      const unsigned char* head = cache.base + page * head_bytes(TYPE, width_of(cache.dim));
+      const unsigned place = cell % PAGE * wide + c;
       data = __ldcg(reinterpret_cast<const uint4*>(head) + place);
       if (TYPE != F16)
-        scale = __ldcg(reinterpret_cast<const half_bits*>(head + integer_bytes(TYPE, cache.dim)) +
-                       place);
+        scale = __ldcg(reinterpret_cast<const half_bits*>(
+                           head + integer_bytes(TYPE, width_of(cache.dim))) + place);
     }
     put_piece<TYPE>(tile + r * PITCH + c * EACH, data, scale);
   }
@@ -105,14 +105,16 @@ __device__ __forceinline__ void read(half_bits* tile, const Cache& cache, const 
 __device__ __forceinline__ void ask(half_bits* tile, const Cache& cache, const Seen& seen, int i,
                                     int lane) {
   constexpr int WIDE = DIM / 8;
+  static_assert(32 % WIDE == 0);
   if (i < seen.end) {
+    const int own = lane / WIDE, c = lane % WIDE;
+    half_bits* to = tile + own * PITCH + 8 * c;
+    const unsigned char* base = cache.base + 16 * c;
 #pragma unroll 4
-    for (int at = lane; at < STEP * WIDE; at += 32) {
-      const int r = at / WIDE, c = at % WIDE;
+    for (int r = own; r < STEP; r += 32 / WIDE, to += 32 / WIDE * PITCH) {
       const bool is_in = i + r < seen.end;
-      const int cell = seen.cell(is_in ? i + r : i);
-      const unsigned char* from = cache.base + (static_cast<long long>(cell) * DIM + 8 * c) * 2;
-      copy_async(tile + r * PITCH + 8 * c, from, is_in ? 16 : 0);
+      const unsigned cell = seen.cell(is_in ? i + r : i);
+      copy_async(to, base + static_cast<std::uint64_t>(cell) * (2 * DIM), is_in ? 16 : 0);
     }
   }
   commit_copies();
@@ -143,29 +145,35 @@ __device__ __forceinline__ void score(Square& s, const half_bits* q, const half_
   }
 }
 
-// Scores become probabilities; alpha: what the sums so far are to be multiplied by.
+// Scores become probabilities, and the sums so far, if there are any, are multiplied by `alpha`;
+// where tensor cores truncate, the caller does that.
 __device__ __forceinline__ void soften(Square& s, Sums& sums, float (&alpha)[2],
                                        const float* factor, int i, int end, int lane) {
+  bool moves = false;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     finish_scores(s, h, i, 0, end, factor[Mma::row(lane, h)], 0.0f, lane);
+    const bool has_sums = sums.running[h].m != -infinity();
     const float shift = sums.running[h].take(row_max(largest(s, h)), alpha[h]);
     sums.sum[h] = __fmaf_rn(sums.sum[h], alpha[h], exponentials(s, h, shift));
+    moves |= has_sums && alpha[h] != 1.0f;
   }
+  if (TRUNCATES || __ballot_sync(EVERY, moves) == 0) return;
+#pragma unroll
+  for (int c = 0; c < DIM / 16; ++c)
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      sums.out[c].e[e] = __fmul_rn(sums.out[c].e[e], alpha[e >> 1 & 1]);
 }
 
 __device__ __forceinline__ void add_values(Sums& sums, const Square& s, const float (&alpha)[2],
                                            const half_bits* values, int lane) {
   const Mma::A p = Mma::from_square(s, lane);
-  const bool moves = !TRUNCATES && __ballot_sync(EVERY, alpha[0] != 1.0f || alpha[1] != 1.0f) != 0;
 #pragma unroll
   for (int c = 0; c < DIM / 16; ++c) {
     Square& out = sums.out[c];
     const Mma::B b = Mma::load_b_rows(values + 16 * c, PITCH, lane);
     if (!TRUNCATES) {
-      if (moves)
-#pragma unroll
-        for (int e = 0; e < 8; ++e) out.e[e] = __fmul_rn(out.e[e], alpha[e >> 1 & 1]);
       Mma::product_by_rows(out, p, b);
       continue;
     }
@@ -185,7 +193,9 @@ __device__ __forceinline__ void go_through(Sums& sums, Shared& sh, const Cache& 
   for (int c = 0; c < DIM / 16; ++c) sums.out[c].clear();
   half_bits *k = sh.tiles[warp][0].at, *v = sh.tiles[warp][TILES_OF_WARP - 1].at;
   int i = start + STEP * warp;
-  if (IS_ASYNC) ask(k, keys, seen, i, lane), ask(v, values, seen, i, lane);
+  if (IS_ASYNC)
+#pragma unroll 1
+    for (int n = 0; n < 2; ++n) ask(n ? v : k, n ? values : keys, seen, i, lane);
   for (; i < seen.end; i += STEP * WARPS) {
     Square s;
     float alpha[2];
@@ -204,54 +214,66 @@ __device__ __forceinline__ void go_through(Sums& sums, Shared& sh, const Cache& 
   if (IS_ASYNC) wait_for_copies<0>();
 }
 
-// Where a row's result goes, and what it is: divided by its sum where there is one piece.
+// Where rows' results go, and what they are: divided by their sums where there is one piece.
 struct Target {
   float* out;
   float2* stats;
+  const int* heads;  // of rows
+  unsigned first;    // the token's first row
   int dim, pieces, piece;
-
-  __device__ __forceinline__ void write(long long row, int d, const float4& v, float most,
-                                        float sum) const {
-    const long long place = row * pieces + piece;
-    const float factor = pieces == 1 ? 1.0f / sum : 1.0f;
-    *reinterpret_cast<float4*>(out + place * dim + d) =
-        float4{v.x * factor, v.y * factor, v.z * factor, v.w * factor};
-    if (pieces > 1 && d == 0) stats[place] = {most, sum};
-  }
 };
 
-// The warps' sums of `used` rows become one; row r is head heads[r] of those from `first` on.
-__device__ __forceinline__ void join_warps(Ends& ends, const Sums& sums, const int* heads,
-                                           long long first, int used, const Target& to, int warp,
-                                           int lane) {
+// The warps' sums of HALF rows become one: rows of the block from Mma::row_of(0, i) on. A call, for
+// its code runs twice.
+__device__ __noinline__ void join_rows(const Ends& ends, Target to, int i, int used) {
+#pragma unroll 1
+  for (int at = threadIdx.x; at < HALF * DIM / 4; at += THREADS) {
+    const unsigned r = at / (DIM / 4), d = at % (DIM / 4) * 4, dim = width_of(to.dim);
+    const int row = Mma::row_of(r, i);
+    if (row >= used || d >= dim) continue;
+    float2 stats[WARPS];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w)
+      stats[w] = *reinterpret_cast<const float2*>(ends.rows[w][r] + DIM);
+    float most = stats[0].x, total = 0.0f;
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) most = fmaxf(most, stats[w].x);
+    float4 all{0, 0, 0, 0};
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float weight = exp2_fast(stats[w].x - most);
+      const float4 v = *reinterpret_cast<const float4*>(ends.rows[w][r] + d);
+      total = __fmaf_rn(weight, stats[w].y, total);
+      all = {__fmaf_rn(weight, v.x, all.x), __fmaf_rn(weight, v.y, all.y),
+             __fmaf_rn(weight, v.z, all.z), __fmaf_rn(weight, v.w, all.w)};
+    }
+    const unsigned place = (to.first + to.heads[row]) * to.pieces + to.piece;
+    const float factor = to.pieces == 1 ? reciprocal(total) : 1.0f;
+    *reinterpret_cast<float4*>(to.out + place * dim + d) =
+        float4{all.x * factor, all.y * factor, all.z * factor, all.w * factor};
+    if (to.pieces > 1 && d == 0) to.stats[place] = {most, total};
+  }
+}
+
+// The warps' sums of `used` rows.
+__device__ __forceinline__ void join_warps(Ends& ends, const Sums& sums, const Target& to, int used,
+                                           int warp, int lane) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int own = Mma::number(lane);
+    if (Mma::row_of(0, i) >= used) continue;
+    float* own = ends.rows[warp][Mma::number(lane)];
     const float sum = row_sum(sums.sum[i]);
     __syncthreads();  // what was there is done with
-    if (Mma::pair(lane) == 0) ends.most[warp][own] = sums.running[i].m, ends.sum[warp][own] = sum;
+    if (Mma::pair(lane) == 0)
+      *reinterpret_cast<float2*>(own + DIM) = float2{sums.running[i].m, sum};
 #pragma unroll
     for (int c = 0; c < DIM / 16; ++c)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        *reinterpret_cast<float2*>(ends.out[warp][own] + 16 * c + 8 * h + 2 * Mma::pair(lane)) =
+        *reinterpret_cast<float2*>(own + 16 * c + 8 * h + 2 * Mma::pair(lane)) =
             float2{sums.out[c].e[4 * h + 2 * i], sums.out[c].e[4 * h + 2 * i + 1]};
     __syncthreads();
-    for (int at = threadIdx.x; at < HALF * DIM / 4; at += THREADS) {
-      const int r = at / (DIM / 4), d = at % (DIM / 4) * 4, row = Mma::row_of(r, i);
-      if (row >= used || d >= to.dim) continue;
-      float most = ends.most[0][r], total = 0.0f;
-      for (int w = 1; w < WARPS; ++w) most = fmaxf(most, ends.most[w][r]);
-      float4 all{0, 0, 0, 0};
-      for (int w = 0; w < WARPS; ++w) {
-        const float weight = exp2_fast(ends.most[w][r] - most);
-        const float4 v = *reinterpret_cast<const float4*>(ends.out[w][r] + d);
-        total = __fmaf_rn(weight, ends.sum[w][r], total);
-        all = {__fmaf_rn(weight, v.x, all.x), __fmaf_rn(weight, v.y, all.y),
-               __fmaf_rn(weight, v.z, all.z), __fmaf_rn(weight, v.w, all.w)};
-      }
-      to.write(first + heads[row], d, all, most, total);
-    }
+    join_rows(ends, to, i, used);
   }
 }
 
@@ -262,87 +284,104 @@ using namespace voltapile;
 // grid: (KV heads * parts of their query heads * pieces, tokens), 128 threads. heads: int[kv_heads
 // + 1 + H], where each KV head's query heads begin and end, then those. out: [tokens][H][value_dim]
 // if pieces is 1, else [tokens][H][pieces][value_dim] with stats [tokens][H][pieces]: the largest
-// score, sum. Shared: Shared, then ints for a piece's blocks.
+// score, sum. shift: a block has 1 << shift positions. Shared: Shared, then ints for a piece's
+// blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, IS_ASYNC ? 2 : 1)
 attend_to(const float* q, const unsigned char* keys, const unsigned char* values, const int* table,
           const int* slots, const int* positions, const int* blocks, const int* counts,
           const int* heads, float* out, float2* stats, int kv_heads, int num_heads, int key_dim,
-          int value_dim, int key_kind, int value_kind, int width, int pages, int block, int most,
+          int value_dim, int key_kind, int value_kind, int width, int pages, int shift, int most,
           int pieces, int piece, int parts, float scale) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   Shared& sh = *reinterpret_cast<Shared*>(shared);
   int* cells = reinterpret_cast<int*>(shared + sizeof(Shared));
   grid_launch();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = blockIdx.y;
-  const int own_piece = blockIdx.x % pieces, part = blockIdx.x / pieces % parts;
-  const int kv_head = blockIdx.x / (pieces * parts), begin = heads[kv_head] + part * ROWS;
+  const unsigned one = pieces == 1 ? blockIdx.x : blockIdx.x / pieces;
+  const int own_piece = blockIdx.x - one * pieces, kv_head = parts == 1 ? one : one / parts;
+  const int begin = heads[kv_head] + static_cast<int>(one - kv_head * parts) * ROWS;
   const int used = min(ROWS, heads[kv_head + 1] - begin), position = positions[t];
   const int *own = heads + kv_heads + 1 + begin, *pages_of = table + slots[t] * width;
   grid_wait();
   if (used <= 0) return;
-  const int chosen = counts[t], whole = (position + 1) / block;
-  const int count = chosen * block + position + 1 - whole * block;
+  const int chosen = counts[t], whole = (position + 1) >> shift;
+  const int count = position + 1 - ((whole - chosen) << shift);
   const int start = own_piece * piece, end = pieces == 1 ? count : min(start + piece, count);
-  const long long first_row = static_cast<long long>(t) * num_heads;
+  const Target to{out, stats, own, static_cast<unsigned>(t * num_heads), value_dim, pieces,
+                  own_piece};
   if (start >= end) {
-    for (int r = threadIdx.x; r < used; r += THREADS)
-      stats[(first_row + own[r]) * pieces + own_piece] = {-infinity(), 0.0f};
+    if (threadIdx.x < used)
+      stats[(to.first + own[threadIdx.x]) * pieces + own_piece] = {-infinity(), 0.0f};
     return;
   }
-  const int first = start / block, last = (end - 1) / block;
+  const int first = start >> shift, last = (end - 1) >> shift;
+#pragma unroll 1
   for (int i = first + threadIdx.x; i <= last; i += THREADS) {
-    const int at = (i < chosen ? blocks[static_cast<long long>(t) * most + i] : whole) * block;
-    const int page = at / PAGE < width ? pages_of[at / PAGE] : 0;
+    const unsigned at = (i < chosen ? blocks[t * most + i] : whole) << shift, index = at / PAGE;
+    const int page = index < width ? pages_of[index] : 0;
     const int sane = page >= 0 && page < pages ? page : 0;
     cells[i - first] = (sane * kv_heads + kv_head) * PAGE + at % PAGE;
   }
+  clear_quads(sh.q + used * PITCH, (ROWS - used) * (PITCH / 8), threadIdx.x, THREADS);
+#pragma unroll 1
   for (int r = warp; r < ROWS; r += WARPS) {
     float power = 0.0f;
     if (r < used)
-      power = stage_query<DIM>(q + (first_row + own[r]) * key_dim, key_dim, sh.q + r * PITCH, lane);
-    else
-      for (int d = lane; d < DIM; d += 32) sh.q[r * PITCH + d] = 0;
+      power = stage_query<DIM>(q + (to.first + own[r]) * width_of(key_dim), width_of(key_dim),
+                               sh.q + r * PITCH, lane);
     if (lane == 0) sh.factor[r] = power * scale;
   }
   __syncthreads();
   Sums sums;
-  const Seen seen{cells, block, first, end};
+  const Seen seen{cells, shift, first, end};
   go_through(sums, sh, {keys, key_kind, key_dim}, {values, value_kind, value_dim}, seen, start,
              warp, lane);
-  join_warps(sh.ends, sums, own, first_row, used, {out, stats, value_dim, pieces, own_piece}, warp,
-             lane);
+  join_warps(sh.ends, sums, to, used, warp, lane);
 }
 
-// grid: (H, tokens), 128 threads; shared: a float for each piece
+// grid: (H, tokens), 128 threads; shared: floats for `pieces`, rounded up to AT_ONCE
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 join_attended(const float* parts, const float2* stats, float* out, int pieces, int dim) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   float* weights = reinterpret_cast<float*>(shared);
+  constexpr int AT_ONCE = 8;
   __shared__ float total;
   grid_launch();
   grid_wait();
-  const long long row = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
-  stats += row * pieces, parts += row * pieces * dim;
+  const unsigned row = blockIdx.y * gridDim.x + blockIdx.x;
+  stats += row * pieces, parts += static_cast<std::uint64_t>(row * pieces) * dim;
   if (threadIdx.x < 32) {
     float most = -infinity(), sum = 0.0f;
+#pragma unroll 1
     for (int i = threadIdx.x; i < pieces; i += 32) most = fmaxf(most, stats[i].x);
+#pragma unroll 1
     for (int step = 16; step > 0; step >>= 1)
       most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
-    for (int i = threadIdx.x; i < pieces; i += 32) {
-      const float2 own = stats[i];
-      weights[i] = exp2_fast(own.x - most);
-      sum = __fmaf_rn(own.y, weights[i], sum);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pieces + AT_ONCE - 1; i += 32) {
+      const float2 own = i < pieces ? stats[i] : float2{-infinity(), 0.0f};
+      const float weight = exp2_fast(own.x - most);
+      weights[i] = weight;
+      sum = __fmaf_rn(own.y, weight, sum);
     }
+#pragma unroll 1
     for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(EVERY, sum, step);
     if (threadIdx.x == 0) total = sum;
   }
   __syncthreads();
+#pragma unroll 1
   for (int d = threadIdx.x; d < dim; d += THREADS) {
     float sum = 0.0f;
-#pragma unroll 8
-    for (int i = 0; i < pieces; ++i) {
-      const float* part = parts + static_cast<long long>(i) * dim + d;
-      sum = weights[i] != 0.0f ? __fmaf_rn(*part, weights[i], sum) : sum;
+#pragma unroll 1
+    for (int first = 0; first < pieces; first += AT_ONCE) {
+      float part[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) part[i] = parts[min(first + i, pieces - 1) * dim + d];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const float weight = weights[first + i];
+        sum = weight != 0.0f ? __fmaf_rn(part[i], weight, sum) : sum;
+      }
     }
     out[row * dim + d] = sum / total;
   }

@@ -11,25 +11,40 @@
 namespace voltapile {
 
 constexpr int RING = 16;
+constexpr int PAGE = 64;     // positions of a page
 constexpr int WIDEST = 256;  // key
 constexpr int DIGITS = 256;
 
 struct Pages {
   const int* table;  // [slots][width]
-  int width, pages, tokens;  // tokens: of a page
+  int width, pages;
 
   // -1 for none.
-  __device__ __forceinline__ int at(int slot, int position) const {
-    const int index = position / tokens;
-    const int page = index < width ? table[static_cast<long long>(slot) * width + index] : -1;
+  __device__ __forceinline__ int at(int slot, unsigned position) const {
+    const int index = position / PAGE;
+    const int page = index < width ? table[slot * width + index] : -1;
     return page < pages ? page : -1;
   }
 };
+
+// Where a key lies in its array, counted in floats: key `place` of a page that has `each` of them.
+__device__ __forceinline__ std::uint64_t key_of(int page, int each, int place, int dim) {
+  return static_cast<std::uint64_t>(static_cast<unsigned>(page * each + place)) * dim;
+}
+
+__device__ __forceinline__ int warp_sum(int x) {
+#if !defined(VP_EMULATION) && __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(ALL, x);
+#else
+  return warp_join(x, Add());
+#endif
+}
 
 // Blocks that the threads before this one flag, and all of them; a count in each half of the int.
 __device__ __forceinline__ int before_me(int own, int* sums, int& all) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   int upto = own;
+#pragma unroll 1
   for (int step = 1; step < 32; step <<= 1) {
     const int other = __shfl_up_sync(ALL, upto, step);
     if (lane >= step) upto += other;
@@ -37,58 +52,77 @@ __device__ __forceinline__ int before_me(int own, int* sums, int& all) {
   __syncthreads();  // sums may still be read
   if (lane == 31) sums[warp] = upto;
   __syncthreads();
-  int before = upto - own;
-  all = 0;
-  for (int w = 0; w < warps; ++w) {
-    if (w < warp) before += sums[w];
-    all += sums[w];
-  }
-  return before;
+  const int its = lane < warps ? sums[lane] : 0;
+  all = warp_sum(its);
+  return upto - own + warp_sum(lane < warp ? its : 0);
+}
+
+__device__ __forceinline__ float dot(const float4& a, const float4& b) {
+  return (a.x * b.x + a.y * b.y) + (a.z * b.z + a.w * b.w);
+}
+// Of `wide` times four values; many of the key's are on their way at once.
+__device__ __forceinline__ float product(const float4* query, const float4* key, int wide) {
+  constexpr int AT_ONCE = 16;
+  float sum = 0.0f;
+  int i = 0;
+#pragma unroll 1
+  for (; i + AT_ONCE <= wide; i += AT_ONCE)
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) sum += dot(query[i + j], key[i + j]);
+#pragma unroll 1
+  for (; i < wide; ++i) sum += dot(query[i], key[i]);
+  return sum;
 }
 
 }  // namespace voltapile
 
 using namespace voltapile;
 
-// grid: (tokens), 128 threads. pooled: [pages][page tokens / block][dim]. Of each block that a
-// token ends: the mean of its keys, normed, rotated by its first position.
+// Of all: a block has 1 << shift positions.
+
+// grid: (tokens), 128 threads. pooled: [pages][PAGE >> shift][dim]. Of each block that a token
+// ends: the mean of its keys, normed, rotated by its first position.
 extern "C" __global__ void __launch_bounds__(128, 1)
 index_pool(const float* keys, const float* norm, const float* inv_freq, const float* ring,
            float* pooled, const int* table, const int* slots, const int* positions, int dim,
-           int block, int page_tokens, int width, int pages, int pairs, float scale, float eps) {
+           int shift, int width, int pages, int pairs, float scale, float eps) {
   __shared__ float scratch[32], key[WIDEST];
   grid_launch();
   grid_wait();
-  const int t = blockIdx.x, position = positions[t], slot = slots[t];
-  if ((position + 1) % block != 0) return;
-  const int page = Pages{table, width, pages, page_tokens}.at(slot, position);
+  const int t = blockIdx.x, position = positions[t], slot = slots[t], block = 1 << shift;
+  if (((position + 1) & (block - 1)) != 0) return;
+  const int page = Pages{table, width, pages}.at(slot, position);
   if (page < 0) return;
   const int first = position - block + 1;
   int own = 0;  // tokens of the block that this step brings, before this one
+#pragma unroll 1
   while (own < block - 1 && t - own > 0 && slots[t - own - 1] == slot) ++own;
   float squares = 0.0f;
+#pragma unroll 1
   for (int i = threadIdx.x; i < dim; i += blockDim.x) {
     float sum = 0.0f;
+#pragma unroll 4
     for (int j = 0; j < block; ++j) {
       const int back = block - 1 - j;
-      const long long place = static_cast<long long>(page) * RING + (first + j) % RING;
-      sum += back <= own ? keys[static_cast<long long>(t - back) * dim + i] : ring[place * dim + i];
+      sum += *(back <= own ? keys + static_cast<unsigned>((t - back) * dim + i)
+                           : ring + key_of(page, RING, (first + j) % RING, dim) + i);
     }
-    key[i] = sum / block;
+    key[i] = sum * __int_as_float((127 - shift) << 23);  // 1 / block
     squares += key[i] * key[i];
   }
   const float factor = 1.0f / sqrtf(block_join(squares, scratch, Add()) / dim + eps);
+#pragma unroll 1
   for (int i = threadIdx.x; i < dim; i += blockDim.x) key[i] *= factor * norm[i];
   __syncthreads();
-  const int per_page = page_tokens / block;
-  const long long pool = static_cast<long long>(page) * per_page + position / block % per_page;
-  float* out = pooled + pool * dim;
+  const int per_page = PAGE >> shift;
+  float* out = pooled + key_of(page, per_page, (position >> shift) & (per_page - 1), dim);
+#pragma unroll 1
   for (int i = threadIdx.x; i < dim; i += blockDim.x) {
     if (i >= 2 * pairs) {
       out[i] = key[i];
       continue;
     }
-    const int pair = i % pairs;
+    const int pair = i < pairs ? i : i - pairs;
     double sine, cosine;  // as rope.cu does it
     sincos(static_cast<double>(static_cast<float>(first) * inv_freq[pair]), &sine, &cosine);
     const float c = static_cast<float>(cosine) * scale, s = static_cast<float>(sine) * scale;
@@ -100,16 +134,18 @@ index_pool(const float* keys, const float* norm, const float* inv_freq, const fl
 // grid: (tokens), 128 threads. Of positions that share a place the last stays.
 extern "C" __global__ void __launch_bounds__(128, 1)
 index_ring(const float* keys, float* ring, const int* table, const int* slots,
-           const int* positions, int tokens, int dim, int page_tokens, int width, int pages) {
+           const int* positions, int tokens, int dim, int width, int pages) {
   grid_launch();
   grid_wait();
-  const int t = blockIdx.x, position = positions[t], later = position + RING;
-  const bool is_passed = t + RING < tokens && slots[t + RING] == slots[t] &&
-                         later / page_tokens == position / page_tokens;
-  const int page = Pages{table, width, pages, page_tokens}.at(slots[t], position);
+  const int t = blockIdx.x, slot = slots[t];
+  const unsigned position = positions[t];
+  const bool is_passed = t + RING < tokens && slots[t + RING] == slot &&
+                         (position + RING) / PAGE == position / PAGE;
+  const int page = Pages{table, width, pages}.at(slot, position);
   if (is_passed || page < 0) return;
-  float* to = ring + (static_cast<long long>(page) * RING + position % RING) * dim;
-  const float* from = keys + static_cast<long long>(t) * dim;
+  float* to = ring + key_of(page, RING, position % RING, dim);
+  const float* from = keys + static_cast<unsigned>(t * dim);
+#pragma unroll 1
   for (int i = threadIdx.x; i < dim; i += blockDim.x) to[i] = from[i];
 }
 
@@ -118,67 +154,66 @@ index_ring(const float* keys, float* ring, const int* table, const int* slots,
 // them.
 extern "C" __global__ void __launch_bounds__(128, 1)
 index_scores(const float* q, const float* pooled, const int* table, const int* slots,
-             const int* positions, float* scores, int heads, int dim, int block, int page_tokens,
-             int width, int pages, int most, int chosen) {
+             const int* positions, float* scores, int heads, int dim, int shift, int width,
+             int pages, int most, int chosen) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  float* queries = reinterpret_cast<float*>(shared);
+  float4* queries = reinterpret_cast<float4*>(shared);
   grid_launch();
   grid_wait();
-  const int t = blockIdx.y, whole = min((positions[t] + 1) / block, most);
+  const int t = blockIdx.y, whole = min((positions[t] + 1) >> shift, most), wide = dim / 4;
   if (whole <= chosen || static_cast<int>(blockIdx.x) * 128 >= whole) return;
-  for (int i = threadIdx.x; i < heads * dim; i += 128)
-    queries[i] = q[static_cast<long long>(t) * heads * dim + i];
+  const float4* own = reinterpret_cast<const float4*>(q) + static_cast<unsigned>(t * heads) * wide;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < heads * wide; i += 128) queries[i] = own[i];
   __syncthreads();
-  const int index = blockIdx.x * 128 + threadIdx.x, per_page = page_tokens / block;
+  const int index = blockIdx.x * 128 + threadIdx.x, per_page = PAGE >> shift;
   if (index >= whole) return;
-  const int page = Pages{table, width, pages, page_tokens}.at(slots[t], index * block);
+  const int page = Pages{table, width, pages}.at(slots[t], index << shift);
   float sum = 0.0f;
   if (page >= 0) {
     const float4* key = reinterpret_cast<const float4*>(
-        pooled + (static_cast<long long>(page) * per_page + index % per_page) * dim);
-    for (int head = 0; head < heads; ++head) {
-      const float4* query = reinterpret_cast<const float4*>(queries + head * dim);
-      float score = 0.0f;
-      for (int i = 0; i < dim / 4; ++i) {
-        const float4 a = query[i], b = key[i];
-        score += (a.x * b.x + a.y * b.y) + (a.z * b.z + a.w * b.w);
-      }
-      sum += fmaxf(score, 0.0f);
-    }
+        pooled + key_of(page, per_page, index & (per_page - 1), dim));
+    const float4* query = queries;
+#pragma unroll 1
+    for (int head = 0; head < heads; ++head, query += wide)
+      sum += fmaxf(product(query, key, wide), 0.0f);
   }
-  scores[static_cast<long long>(t) * most + index] = sum;
+  scores[static_cast<unsigned>(t * most + index)] = sum;
 }
 
 // grid: (tokens), 256 threads. blocks: [tokens][chosen], rising; counts: [tokens]. The largest
 // scores, of equal ones the first; all, if there are no more. Scores are not negative, so their
 // bits are in their order.
 extern "C" __global__ void __launch_bounds__(256)
-index_choose(const float* scores, const int* positions, int* blocks, int* counts, int block,
+index_choose(const float* scores, const int* positions, int* blocks, int* counts, int shift,
              int most, int chosen) {
   __shared__ int digits[DIGITS], sums[32], digit, above;
   grid_launch();
   grid_wait();
-  const int t = blockIdx.x, whole = min((positions[t] + 1) / block, most);
-  const unsigned* own =
-      reinterpret_cast<const unsigned*>(scores) + static_cast<long long>(t) * most;
-  blocks += static_cast<long long>(t) * chosen;
+  const int t = blockIdx.x, whole = min((positions[t] + 1) >> shift, most);
+  const unsigned* own = reinterpret_cast<const unsigned*>(scores) + static_cast<unsigned>(t * most);
+  blocks += static_cast<unsigned>(t * chosen);
   if (threadIdx.x == 0) counts[t] = min(whole, chosen);
   if (whole <= chosen) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < whole; i += 256) blocks[i] = i;
     return;
   }
   unsigned found = 0;  // the digits of the last score that is taken
   int left = chosen;   // how many of those with these digits are
-  for (int shift = 24; shift >= 0; shift -= 8) {
+#pragma unroll 1
+  for (int place = 24; place >= 0; place -= 8) {
     digits[threadIdx.x] = 0;
     __syncthreads();
+#pragma unroll 4
     for (int i = threadIdx.x; i < whole; i += 256) {
       const unsigned bits = own[i];
-      if (shift == 24 || bits >> (shift + 8) == found) atomicAdd(digits + (bits >> shift & 255), 1);
+      if (place == 24 || bits >> (place + 8) == found) atomicAdd(digits + (bits >> place & 255), 1);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
       int sum = 0, d = DIGITS - 1;
+#pragma unroll 1
       for (; d > 0 && sum + digits[d] < left; --d) sum += digits[d];
       digit = d, above = sum;
     }
@@ -188,14 +223,15 @@ index_choose(const float* scores, const int* positions, int* blocks, int* counts
     __syncthreads();
   }
   int larger = 0, equal = 0;  // blocks so far
+#pragma unroll 1
   for (int base = 0; base < whole; base += 256) {
     const int i = base + threadIdx.x;
     const unsigned bits = i < whole ? own[i] : 0u;
     const bool is_larger = i < whole && bits > found, is_equal = i < whole && bits == found;
     int all;
     const int before = before_me(is_larger + (is_equal << 16), sums, all);
-    const int equals = equal + (before >> 16), place = larger + (before & 0xffff);
-    if (is_larger || (is_equal && equals < left)) blocks[place + min(equals, left)] = i;
+    const int equals = equal + (before >> 16), taken = larger + (before & 0xffff);
+    if (is_larger || (is_equal && equals < left)) blocks[taken + min(equals, left)] = i;
     larger += all & 0xffff, equal += all >> 16;
   }
 }
