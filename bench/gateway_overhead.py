@@ -113,7 +113,7 @@ class ScriptedWorker:
 
 
 @contextlib.contextmanager
-def running(plan: Path, pace: float, interval: float) -> Iterator[tuple[str, int]]:
+def running(plan: Path, pace: float, interval: float = 50.0) -> Iterator[tuple[str, int]]:
     """A gateway with its worker; yields (URL, the gateway's process id)."""
     options = ["--plan", str(plan), "--port", "0", "--stream-interval-ms", str(interval)]
     gateway = subprocess.Popen([*COMMAND, "gateway", *options], stderr=subprocess.PIPE, text=True)
