@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from voltapile.workers.protocol import Row
 
+from ..kernels.cuda.test_delta import test_no_token_is_left_out  # noqa: F401
 from ..kernels.cuda.test_families import (  # noqa: F401
     test_delta_net,
     test_drafts_change_no_bits,
@@ -32,6 +33,7 @@ from ..kernels.cuda.test_mixes import (  # noqa: F401
     test_streams_to_one,
 )
 from ..kernels.cuda.test_sparse import test_sparse_attention  # noqa: F401
+from ..kernels.cuda.test_states import test_every_byte_moves  # noqa: F401
 from ..workers.test_golden_families import (
     LLAMA_CPP_KL,
     MINI,

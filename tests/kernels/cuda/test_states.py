@@ -110,28 +110,34 @@ def test_memory_is_taken_when_a_model_is_loaded(engine: Engine, gpu: Any) -> Non
     assert planned.memory["state"] >= 4 * memory.shape[1], "three slots and padding"
 
 
+@pytest.fixture
+def plain(tmp_path: Path) -> Any:
+    return EmulatedFamilies(80, tmp_path, max_shared(80))
+
+
 @pytest.mark.skipif(not has_compiler(), reason="there is no g++")
 @pytest.mark.parametrize("heads", [1, 3])
-def test_every_byte_moves(tmp_path: Path, heads: int) -> None:
+def test_every_byte_moves(plain: Any, heads: int) -> None:
     """Of one slot, there and back, and of no other. An array of 4 bytes a slot is among them."""
-    ops: Any = EmulatedFamilies(80, tmp_path, max_shared(80))
+    ops = plain
     shape = DeltaShape(1, heads, 32, 3, (0,) * heads, "silu", 1e-6)
     states = [ops.delta_state(4, shape), ops.ngram_state(4, 7, 3), ops.delta_state(4, shape)]
-    rng, views = np.random.default_rng(0), []
-    for state in states:
-        for array in (*state.values, *state.log, state.logged):
-            views.append(ops.view(array).view(np.uint8).reshape(4, -1))
-            views[-1][...] = rng.integers(0, 256, views[-1].shape, np.uint8)
-    before = [view.copy() for view in views]
+    rng = np.random.default_rng(0)
+    arrays = [x for state in states for x in (*state.values, *state.log, state.logged)]
+    before = [rng.integers(-999, 999, array.shape).astype(array.dtype) for array in arrays]
+    for array, values in zip(arrays, before, strict=True):
+        ops.upload(array, values)
     memory = ops.checkpoint_memory(states, 2)
+    memory[0] = 7
     ops.save_states(states, 2, memory[1])
-    for view in views:
-        view[2] = 0
+    for array in arrays:
+        ops.upload(array[2:3], np.zeros(array[2:3].shape, array.dtype))
     ops.restore_states(states, 2, memory[1])
-    for view, old in zip(views, before, strict=True):
-        np.testing.assert_array_equal(view, old)
+    for array, values in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(ops.to_host(array), values)
     ops.restore_states(states, 0, memory[1])
-    for view, old in zip(views, before, strict=True):
-        np.testing.assert_array_equal(view[0], old[2])
-        np.testing.assert_array_equal(view[1:], old[1:])
-    assert not memory[0].any()
+    for array, values in zip(arrays, before, strict=True):
+        found = ops.to_host(array)
+        np.testing.assert_array_equal(found[0], values[2])
+        np.testing.assert_array_equal(found[1:], values[1:])
+    assert (memory[0] == 7).all()
