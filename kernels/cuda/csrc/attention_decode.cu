@@ -1,10 +1,10 @@
 // Attention of few rows over long contexts: a block takes one piece of the positions for one KV
 // head and all its query heads, of up to `chunk` tokens of a slot, so that keys and values are read
-// once. Its warps are strands: warp w takes positions 16 w to 16 w + 15 of each page, through scores
-// and sums of values, and meets the others at the end (attention_join.cuh). From sm_90 on a cluster
-// of blocks takes a piece, a share each, or one block all shares: with few tokens for latency, with
-// many for less overhead; the bits are the same. Where a token has several pieces, what they give
-// goes to `partial`, and the block that comes last adds them.
+// once. Its warps are strands: warp w takes positions 16 w to 16 w + 15 of each page, through
+// scores and sums of values, and meets the others at the end (attention_join.cuh). From sm_90 on a
+// cluster of blocks takes a piece, a share each, or one block all shares: with few tokens for
+// latency, with many for less overhead; the bits are the same. Where a token has several pieces,
+// what they give goes to `partial`, and the block that comes last adds them.
 // -D HEAD_DIM, KIND, ROW_TILES (16 rows each), CLUSTER
 #include "attention_join.cuh"
 #include "grid.cuh"
@@ -134,8 +134,8 @@ __device__ __forceinline__ void stage_queries(Shared& sh, const float* q, int di
   }
 }
 
-// Row tiles that no row is in are skipped where that is cheap. (On sm_80 and later branches keep the
-// compiler from loading ahead; before, that is welcome: it would spill.)
+// Row tiles that no row is in are skipped where that is cheap. (On sm_80 and later branches keep
+// the compiler from loading ahead; before, that is welcome: it would spill.)
 __device__ __forceinline__ bool is_skipped(int t, int tiles) {
   return VP_ARCH < 800 && t >= tiles;
 }

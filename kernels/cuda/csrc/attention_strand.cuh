@@ -1,5 +1,5 @@
-// A warp's own part of shared memory in decode: keys and values of STEP positions at a time, and how
-// they get there. No other warp touches it, so none waits for another.
+// A warp's own part of shared memory in decode: keys and values of STEP positions at a time, and
+// how they get there. No other warp touches it, so none waits for another.
 // -D CLUSTER: blocks that take a piece together, where shared memory may be read by others (sm_90)
 #pragma once
 #include "attention_tile.cuh"
@@ -247,8 +247,8 @@ struct CopiedSteps {
 };
 
 // By way of registers: keys are read while values are multiplied, and values while keys are; where
-// there are no registers for that, both are read when they are wanted, part by part. A block has one
-// share.
+// there are no registers for that, both are read when they are wanted, part by part. A block has
+// one share.
 struct ReadSteps {
   static constexpr bool IS_AHEAD = DIM <= 128;
   static constexpr int PART = IS_AHEAD ? STEP : KIND == ANY ? STEP / 4 : STEP / 2;
