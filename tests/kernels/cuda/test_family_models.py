@@ -22,6 +22,7 @@ from voltapile.kernels.ops import Batch
 from voltapile.kernels.reference.families import ReferenceFamilyOps
 from voltapile.shm.gguf import Gguf
 from voltapile.workers.engine import Engine
+from voltapile.workers.protocol import Row
 
 from .emulated_families import EmulatedFamilies
 from .emulation import has_compiler
@@ -160,3 +161,25 @@ def test_a_table_that_stays_in_the_file_changes_no_bit(
             found.append(np.concatenate(list(logits)))
             assert "ngram_gather" in ops.calls
     assert found[0].tobytes() == found[1].tobytes()
+
+
+@pytest.mark.parametrize("model", ["qwen35", "qwen4exp"])
+def test_two_prompts_in_a_step(
+    mini: Path, plan_for: Any, drive: Any, folder: Path, model: str
+) -> None:
+    """A long one, and a short one behind it, which makes both count as generated."""
+    path = mini / model / "model-f16.gguf"
+    plan, found = plan_for(path, "reference"), []
+    for ops in (ReferenceFamilyOps(), Mixed(folder)):
+        with Gguf.open(path) as gguf:
+            engine = Engine(plan, ops, gguf)
+            engine.load()
+            driver = drive(engine)
+            rows = [
+                driver.start(slot, list(range(40, 40 + n)), 8)[0] for slot, n in ((0, 40), (1, 5))
+            ]
+            answers = driver.step(rows)
+            for _ in range(4):
+                answers += driver.step([Row(slot=0), Row(slot=1)])
+            found.append([answer.tokens for answer in answers])
+    assert found[1] == found[0]
