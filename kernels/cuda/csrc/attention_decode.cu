@@ -332,7 +332,7 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   if (threadIdx.x == 0) {
     const Pages where{table + static_cast<long long>(slots[item.begin]) * width, pages, kv_heads,
                       kv_head, width};
-    sh.from = {{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}, where,
+    sh.from = {{{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}}, where,
                all.low, all.high, start + PAGE * static_cast<int>(rank), end};
     sh.used = mine.used;
     sh.tickets = (all.last - all.first) * BLOCKS +

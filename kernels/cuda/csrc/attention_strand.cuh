@@ -24,6 +24,22 @@ struct Either<false, First, Second> {
 
 __device__ __forceinline__ unsigned place_in_page(int p) { return static_cast<unsigned>(p) % PAGE; }
 
+// STEP rows of PIECES times 16 bytes, which lie one behind the other, to rows `pitch` bytes apart.
+// from: this lane's first. (Sums are written so that copies have one address and constants.)
+template <int PIECES>
+__device__ __forceinline__ void copy_rows(void* to, const unsigned char* from, int pitch,
+                                          unsigned lane) {
+  auto* own = static_cast<unsigned char*>(to) + lane / PIECES * pitch + lane % PIECES * 16;
+#pragma unroll
+  for (int i = 0; i < STEP * PIECES / 32; ++i) {
+    if (32 % PIECES != 0) {
+      const unsigned n = lane + 32 * i;
+      own = static_cast<unsigned char*>(to) + n / PIECES * pitch + n % PIECES * 16;
+    }
+    copy_async(own + (32 % PIECES == 0 ? i * (32 / PIECES) * pitch : 0), from + 512 * i, 16);
+  }
+}
+
 // STEP positions as halves. An operand has WIDTH of the dimensions.
 struct HalfTile {
   static constexpr int WIDTH = 16;
@@ -34,11 +50,7 @@ struct HalfTile {
   __device__ void copy(const unsigned char* head, int p, int lane) {
     constexpr int PIECES = DIM / 8;
     const unsigned char* from = head + place_in_page(p) * (DIM * 2) + 16 * lane;
-#pragma unroll
-    for (int i = 0; i < STEP * PIECES / 32; ++i) {
-      const int r = row_of_place<PIECES, 32>(lane, i), c = column_of_place<PIECES, 32>(lane, i);
-      copy_async(at + r * PITCH + 8 * c, from + 512 * i, 16);
-    }
+    copy_rows<PIECES>(at, from, PITCH * 2, lane);
   }
   // Values that nobody sees may be anything, and 0 times that is not 0. (Scores of keys that nobody
   // sees are replaced: finish_scores.)
@@ -75,12 +87,7 @@ struct ByteTile {
   __device__ void copy(const unsigned char* head, int p, int lane) {
     constexpr int PIECES = DIM / 16;
     const unsigned row = place_in_page(p);
-    const unsigned char* from = head + row * DIM + 16 * lane;
-#pragma unroll
-    for (int i = 0; i < STEP * PIECES / 32; ++i) {
-      const int r = row_of_place<PIECES, 32>(lane, i), c = column_of_place<PIECES, 32>(lane, i);
-      copy_async(at + r * WIDE + 16 * c, from + 512 * i, 16);
-    }
+    copy_rows<PIECES>(at, head + row * DIM + 16 * lane, WIDE, lane);
     if (lane < STEP * SCALES / 8)
       copy_async(scales + 8 * lane, head + PAGE * DIM + 2 * SCALES * row + 16 * lane, 16);
   }
@@ -144,7 +151,7 @@ using KvTile = HalfTile;
 
 // Where a block's keys and values come from; in shared memory.
 struct Source {
-  Cache keys, values;
+  Cache caches[2];  // of keys, of values
   Pages where;
   int low, high;   // positions that anybody of the block sees
   int first, end;  // of the first share, and of the piece
@@ -179,7 +186,7 @@ struct Walk {
 // With cp.async: STAGES steps are under way. Positions from `fresh` on are written by the kernel
 // before this one, so what was asked for before waiting is asked for again there.
 struct CopiedSteps {
-  KvTile keys_at[STAGES], values_at[STAGES];
+  KvTile tiles[STAGES][2];  // keys, values
 
   struct State {
     Walk ahead;  // at the step that is asked for next
@@ -197,32 +204,34 @@ struct CopiedSteps {
   __device__ const KvTile& keys(const Source&, const State& state, int, int) {
     wait_for_copies<2 * STAGES - 1>();
     __syncwarp();
-    return keys_at[state.stage];
+    return tiles[state.stage][0];
   }
   __device__ void end_keys(const Source& s, const State& state, int lane) {
     __syncwarp();
-    ask(keys_at[state.stage], s.keys, s, state, lane);
+    ask(0, s, state, lane);
   }
   __device__ const KvTile& values(const Source& s, const State& state, int p, int lane) {
     wait_for_copies<2 * STAGES - 1>();
     __syncwarp();
+    KvTile& tile = tiles[state.stage][1];
     if (p < s.low || p + STEP > s.high) {
-      values_at[state.stage].hide(max(0, s.low - p), min(STEP, s.high - p), lane);
+      tile.hide(max(0, s.low - p), min(STEP, s.high - p), lane);
       __syncwarp();
     }
-    return values_at[state.stage];
+    return tile;
   }
   __device__ void end_values(const Source& s, State& state, int lane) {
     __syncwarp();
-    ask(values_at[state.stage], s.values, s, state, lane);
+    ask(1, s, state, lane);
     state.ahead.go_on(s);
     state.page = s.where.at(state.ahead.p);
     state.stage = state.stage + 1 == STAGES ? 0 : state.stage + 1;
   }
 
  private:
-  __device__ void ask(KvTile& tile, const Cache& c, const Source& s, const State& state, int lane) {
-    if (!state.ahead.is_done(s)) tile.copy(c.head(state.page), state.ahead.p, lane);
+  __device__ void ask(int which, const Source& s, const State& state, int lane) {
+    if (!state.ahead.is_done(s))
+      tiles[state.stage][which].copy(s.caches[which].head(state.page), state.ahead.p, lane);
     commit_copies();
   }
   // For the first STAGES steps, as far as they have positions from `fresh` on. A call, for its code
@@ -237,10 +246,11 @@ struct CopiedSteps {
         wait_for_copies<0>();
         __syncwarp();
       }
-      if (is_asked) keys_at[i].copy(s.keys.head(page), at.p, lane);
-      commit_copies();
-      if (is_asked) values_at[i].copy(s.values.head(page), at.p, lane);
-      commit_copies();
+#pragma unroll 1
+      for (int which = 0; which < 2; ++which) {
+        if (is_asked) tiles[i][which].copy(s.caches[which].head(page), at.p, lane);
+        commit_copies();
+      }
       at.go_on(s);
     }
   }
@@ -264,14 +274,14 @@ struct ReadSteps {
     read_keys(s, state, Walk(s).p);
   }
   __device__ const HalfTile& keys(const Source& s, State& state, int p, int) {
-    put(s.keys, s, state, p);
-    if (IS_AHEAD) state.fetch.read(s.values, state.page, p, s.low, s.high);
+    put(s.caches[0], s, state, p);
+    if (IS_AHEAD) state.fetch.read(s.caches[1], state.page, p, s.low, s.high);
     state.next = s.where.at(p + PAGE * SHARES);
     return tile;
   }
   __device__ void end_keys(const Source&, State&, int) { __syncwarp(); }
   __device__ const HalfTile& values(const Source& s, State& state, int p, int) {
-    put(s.values, s, state, p);
+    put(s.caches[1], s, state, p);
     state.page = state.next;
     read_keys(s, state, p + PAGE * SHARES);
     return tile;
@@ -280,7 +290,7 @@ struct ReadSteps {
 
  private:
   __device__ void read_keys(const Source& s, State& state, int p) {
-    if (IS_AHEAD && p < s.end) state.fetch.read(s.keys, state.page, p, s.low, s.high);
+    if (IS_AHEAD && p < s.end) state.fetch.read(s.caches[0], state.page, p, s.low, s.high);
   }
   __device__ void put(const Cache& c, const Source& s, State& state, int p) {
 #pragma unroll
