@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
   __shared__ Present here;
   using R = Ring<F>;
   using Q = Ring<O>;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warp = own_warp(), lane = threadIdx.x & 31;
   const long long token = blockIdx.y;
   const int meant = blockIdx.x * 16, first_row = first_row_of(meant, rows);
   const int last_row = min(15, rows - 1), chunks = R::chunks(k), row_bytes = row_bytes_of<F>(k);

@@ -19,6 +19,9 @@ template <class F>
 __device__ __forceinline__ int row_bytes_of(int k) {
   return static_cast<unsigned>(k) / F::length * F::bytes;
 }
+// A warp's number, of which the compiler knows that all lanes have the same: else it makes code for
+// lanes that part from each other. All of them call.
+__device__ __forceinline__ int own_warp() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
 __device__ __forceinline__ constexpr int whole(int bytes) { return (bytes + 127) & ~127; }
 
 // A chunk of 16 rows times the tokens of its slot; a warp's ring of such chunks.
@@ -173,7 +176,7 @@ struct Strip {
   template <class First, class Row, class Arrive>
   __device__ __forceinline__ Sums multiply(int count, First first_of, Row row_of,
                                            Arrive arrive) const {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = threadIdx.x & 31, warp = own_warp();
     const int chunks = this->chunks(), row_bytes = row_bytes_of<F>(k);
     const int slot = R::slot_bytes(room);
     std::uint8_t* ring = memory + tokens_bytes() + warp * R::bytes(DEPTH);

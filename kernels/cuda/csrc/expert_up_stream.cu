@@ -72,7 +72,7 @@ struct Units {
         [&](int token) { return guests.from[token]; }, arrive);
     if (tokens <= 0) return;
     // A warp has a token of a unit, half of its lanes the gate's rows, the others those of up.
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int warp = own_warp(), lane = threadIdx.x & 31;
     int unit = 0, token = warp;
 #pragma unroll 1
     for (;; token += WARPS) {
