@@ -204,9 +204,9 @@ def test_shared_expert(
         np.testing.assert_array_equal(found(part), together[part])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("up", "down", "width", "inner"), [("Q4_K", "Q6_K", 256, 256), ("Q8_0", "Q5_0", 160, 96)]
+    ("up", "down", "width", "inner"),
+    [pytest.param("Q4_K", "Q6_K", 256, 256, marks=SLOW), ("Q8_0", "Q5_0", 160, 96)],
 )
 def test_experts_of_many_tokens(
     ops: Any, monkeypatch: pytest.MonkeyPatch, up: str, down: str, width: int, inner: int

@@ -84,7 +84,6 @@ def many_rows(name: str, arch: int, folder: Path) -> None:
         assert (np.abs(got - want) <= tolerance(x, weights, name, True)).all(), policy
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch"), [("Q4_K", 70), ("Q6_K", 80)])
 def test_many_rows_of_some_formats(name: str, arch: int, folder: Path) -> None:
     many_rows(name, arch, folder)
