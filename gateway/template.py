@@ -66,7 +66,7 @@ class ChatTemplate:
         """The file's template; without one ChatML, if the vocabulary has its tokens.
 
         instead: of the file's."""
-        source = instead or metadata.get(_KEY)
+        source = instead or _source(metadata, _KEY)
         if not source:
             if "<|im_start|>" not in metadata.get("tokenizer.ggml.tokens", ()):
                 raise TemplateError(
@@ -76,7 +76,7 @@ class ChatTemplate:
             source = CHATML
         return cls(
             source,
-            tool_source=None if instead else metadata.get(f"{_KEY}.tool_use"),
+            tool_source=None if instead else _source(metadata, f"{_KEY}.tool_use"),
             bos=_token_text(metadata, "bos"),
             eos=_token_text(metadata, "eos"),
         )
@@ -223,6 +223,13 @@ def _parsed(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
+
+
+def _source(metadata: Mapping[str, Any], key: str) -> str | None:
+    source = metadata.get(key)
+    if source is not None and not isinstance(source, str):
+        raise TemplateError(f"{key} is of type {type(source).__name__}; expected a text")
+    return source
 
 
 def _token_text(metadata: Mapping[str, Any], role: str) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
+
+import numpy as np
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -68,28 +70,29 @@ class Vocabulary:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Vocabulary:
-        tokens = list(_get(metadata, "tokens", ()))
-        model = str(_get(metadata, "model", ""))
+        tokens = _texts(metadata, "tokens")
+        model = _text(metadata, "model") or ""
         if not tokens:
             raise TokenizerError(
                 "the file has no vocabulary: the key tokenizer.ggml.tokens is missing or empty"
                 + (f" (tokenizer.ggml.model is '{model}')" if model else "")
             )
-        kinds = [int(kind) for kind in _get(metadata, "token_type", [NORMAL] * len(tokens))]
+        kinds = _numbers(metadata, "token_type", [NORMAL] * len(tokens), Integral)
+        kinds = [int(kind) for kind in kinds]
         _check_length("token_type", len(kinds), len(tokens))
         if not {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}.issuperset(kinds):
             raise TokenizerError(
                 f"tokenizer.ggml.token_type holds {sorted(set(kinds))}; known kinds are 1 to 6"
             )
-        scores = _get(metadata, "scores", ())
+        scores = _numbers(metadata, "scores", (), Real)
         if len(scores):
             _check_length("scores", len(scores), len(tokens))
         return cls(
             model=model,
-            pre=_get(metadata, "pre", None),
+            pre=_text(metadata, "pre"),
             tokens=tokens,
             kinds=kinds,
-            merges=_pairs(_get(metadata, "merges", ())),
+            merges=_pairs(_texts(metadata, "merges")),
             scores=scores,
             bos_id=_role(metadata, "bos", len(tokens)),
             eos_id=_role(metadata, "eos", len(tokens)),
@@ -115,6 +118,37 @@ class Vocabulary:
 
 def _get(metadata: Mapping[str, Any], key: str, default: Any) -> Any:
     return metadata.get(f"tokenizer.ggml.{key}", default)
+
+
+def _text(metadata: Mapping[str, Any], key: str) -> str | None:
+    value = _get(metadata, key, None)
+    if value is not None and not isinstance(value, str):
+        raise _unfit(key, value, "a text")
+    return value
+
+
+def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
+    value = _get(metadata, key, ())
+    if not _is_array(value) or not all(isinstance(each, str) for each in value):
+        raise _unfit(key, value, "an array of texts")
+    return list(value)
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, default: Sequence[Any], kind: type) -> Any:
+    """kind: Integral or Real. A file's array has one kind throughout."""
+    value = _get(metadata, key, default)
+    if not _is_array(value) or not all(isinstance(each, kind) for each in value[:1]):
+        raise _unfit(key, value, f"an array of {'integers' if kind is Integral else 'numbers'}")
+    return value
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray)
+
+
+def _unfit(key: str, value: Any, expected: str) -> TokenizerError:
+    shown = "another array" if _is_array(value) else f"{value!r:.40}"
+    return TokenizerError(f"tokenizer.ggml.{key} is {shown}; expected {expected}")
 
 
 def _flag(metadata: Mapping[str, Any], key: str) -> bool | None:

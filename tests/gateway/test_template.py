@@ -136,6 +136,12 @@ def test_without_a_template() -> None:
         ChatTemplate.from_metadata({"tokenizer.ggml.tokens": ["a"]})
 
 
+@pytest.mark.parametrize("key", ["tokenizer.chat_template", "tokenizer.chat_template.tool_use"])
+def test_a_template_that_is_no_text_is_named(key: str) -> None:
+    with pytest.raises(TemplateError, match=f"{key} is of type list; expected a text"):
+        ChatTemplate.from_metadata({"tokenizer.chat_template": "x", key: [1.0, 2.0]})
+
+
 def test_tokens_and_the_template_for_tools_come_from_the_file() -> None:
     metadata = {
         "tokenizer.ggml.tokens": ["a", "<s>", "</s>"],

@@ -62,6 +62,13 @@ def test_equal_and_empty_texts() -> None:
         ({"token_type": [1, 1, 9]}, "known kinds are 1 to 6"),
         ({"scores": [0.5]}, "scores has 1 entries"),
         ({"merges": ["a b", "ab"]}, r"merges\[1\] is 'ab'"),
+        ({"merges": 7}, "ggml.merges is 7; expected an array of texts"),
+        ({"tokens": np.zeros(3)}, "ggml.tokens is another array; expected an array of texts"),
+        ({"token_type": 1}, "ggml.token_type is 1; expected an array of integers"),
+        ({"token_type": np.full(3, np.inf)}, "token_type is another array; expected an array of"),
+        ({"scores": ["x"]}, "ggml.scores is another array; expected an array of numbers"),
+        ({"pre": np.zeros(1)}, "ggml.pre is another array; expected a text"),
+        ({"model": 1.5}, "ggml.model is 1.5; expected a text"),
     ],
 )
 def test_nonsense_is_named(keys: dict[str, Any], words: str) -> None:
