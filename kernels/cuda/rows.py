@@ -35,6 +35,7 @@ INSTANCES = [*EMBED.values(), NORM_ROWS, NORM_LONG, NORM_HEADS, ANGLES, ROTATE, 
 LONGEST_HEAD = 512  # runs that one warp norms
 LONGEST_ROW = 16 * 1024  # that a block's registers hold
 EMBEDDED = 1024  # values of a row that a block of embed makes
+BY_VALUE = ("Q8_0", "Q4_K", "Q6_K")  # a thread each
 MAX_ROWS = 65535  # a grid's limit on its second axis
 
 
@@ -45,7 +46,7 @@ def embed(ops: Launcher, table: CudaWeight, tokens: DeviceArray, scale: float = 
     assert len(tokens) <= MAX_ROWS, len(tokens)
     ops.kernel(EMBED[table.type_name])(
         (_groups(blocks, max(1, EMBEDDED // (width // blocks))), len(tokens)),
-        128,
+        EMBEDDED if table.type_name in BY_VALUE else 128,
         (table.ptr, tokens.ptr, out.ptr, np.int32(vocab), np.int32(blocks), np.float32(scale)),
     )
     return out

@@ -41,14 +41,14 @@ struct Value<Q6_K> {
   }
 };
 
-constexpr int THREADS = 128;
 constexpr bool BY_VALUE = Value<Format>::is_known;
+constexpr int THREADS = BY_VALUE ? 1024 : 128;  // as the launcher knows
 constexpr int UNITS = 1024 / Format::length;  // blocks at once
 constexpr int BYTES = BY_VALUE ? 1 : UNITS * Format::bytes;
 constexpr int WIDE = Format::length + (Format::length > 1);  // lanes' values meet distinct banks
 
-// grid: (values of a row / 1024, tokens), 128 threads
-extern "C" __global__ void __launch_bounds__(128, 1)
+// grid: (values of a row / 1024, tokens), THREADS threads
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 embed(const unsigned char* table, const int* tokens, float* out, int vocab, int blocks,
       float scale) {
   __shared__ unsigned char raw[BYTES];
