@@ -58,6 +58,12 @@ class Splitter:
         self._is_first = True  # no content yet
         self._is_fresh = self.is_reasoning  # right behind a marker of reasoning: space is dropped
 
+    @property
+    def may_turn(self) -> bool:
+        """Some way into the next text tokens may begin or cease to count, as reasoning or at all."""
+        may_reason = self.is_reasoning or (self._markers is not None and self._is_first)
+        return may_reason or not self._many
+
     def push(self, text: str) -> Split:
         self._buffer += text
         split = Split()

@@ -242,7 +242,7 @@ class Generation:
     def _split(self, splitter: Splitter, chunk: Chunk, is_first: bool) -> Delta | None:
         """None: nothing of it shows yet."""
         delta = Delta(self.index, "", [], "", is_first)
-        for part in _one_by_one(chunk) if splitter.is_reasoning else [chunk]:
+        for part in _one_by_one(chunk) if splitter.may_turn else [chunk]:
             if splitter.is_reasoning and self.reasoning_tokens is not None:
                 self.reasoning_tokens += len(part.tokens)
             piece = self._transcribed(part)

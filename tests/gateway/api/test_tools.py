@@ -5,6 +5,7 @@ import json
 
 import openai
 import pytest
+from voltapile.gateway.request import Chunk
 from voltapile.gateway.template import ChatTemplate
 
 PATH = "/v1/chat/completions"
@@ -149,6 +150,21 @@ async def test_reasoning(post, engine, thinks, text):
     assert (message["reasoning_content"], message["content"]) == ("hm", "Yes")
     counted = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert counted == len("hm\n</think>") + (0 if thinks else 1)
+
+
+async def test_several_tokens_in_a_chunk_count_as_each_alone(post, engine):
+    text = "<think>\nhm\n</think>\n\n" + CALL
+    body = BODY | {"parallel_tool_calls": False, "return_tokens": True, "logprobs": True}
+    engine.script = [Chunk(list(text.encode() + b" and more"))]
+    engine.script[0].logprobs = [[(token, -1.0)] for token in engine.script[0].tokens]
+    _, answer = await post(PATH, body)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert bytes(choice["tokens"]).decode() == text
+    assert len(choice["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
+    assert answer["usage"]["completion_tokens"] == len(text.encode())
+    counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert counted == 1 + len("hm\n</think>")
 
 
 async def test_streamed_reasoning(events, engine):
