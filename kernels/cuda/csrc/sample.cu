@@ -120,6 +120,8 @@ __device__ inline u64 weight_through(const Spectrum& x, int id, u64* scratch) {
   return block_join(sum, scratch, Add());
 }
 
+enum { TOP_K, TOP_P, LAST };
+
 __device__ inline int draw(const Spectrum& x, const Filter& filter, SelectScratch& s) {
   u64 all = 0, count = 0, likely = 0;
   for (int i = threadIdx.x; i < x.vocab; i += blockDim.x) {
@@ -133,17 +135,25 @@ __device__ inline int draw(const Spectrum& x, const Filter& filter, SelectScratc
   count = block_join(count, s.join, Add());
   likely = block_join(likely, s.join, Add());
   u64 kept = all;
-  if (filter.top_k > 0 && filter.top_k < count)
-    kept = weight_through(x, select(x, s, filter.top_k, false).id, s.join);
-  if (filter.top_p < 1.0f) {
-    const double share = static_cast<double>(filter.top_p) * static_cast<double>(kept);
-    u64 target = share > 1.0 ? static_cast<u64>(ceil(share)) : 1;
-    if (target > kept) target = kept;
-    kept = select(x, s, target, true).sum;
+  Cut cut{};
+#pragma unroll 1  // a search is long
+  for (int stage = TOP_K; stage <= LAST; ++stage) {
+    u64 target = filter.top_k;
+    if (stage == TOP_K && (filter.top_k <= 0 || target >= count)) continue;
+    if (stage == TOP_P) {
+      if (!(filter.top_p < 1.0f)) continue;
+      const double share = static_cast<double>(filter.top_p) * static_cast<double>(kept);
+      target = share > 1.0 ? static_cast<u64>(ceil(share)) : 1;
+      if (target > kept) target = kept;
+    } else if (stage == LAST) {
+      if (filter.min_p > 0.0f && likely < kept) kept = likely;
+      target = __umul64hi(static_cast<u64>(filter.uniform) << 40, kept) + 1;
+    }
+    cut = select(x, s, target, stage != TOP_K);
+    if (stage == TOP_K) kept = weight_through(x, cut.id, s.join);
+    if (stage == TOP_P) kept = cut.sum;
   }
-  if (filter.min_p > 0.0f && likely < kept) kept = likely;
-  const u64 target = __umul64hi(static_cast<u64>(filter.uniform) << 40, kept) + 1;
-  return select(x, s, target, true).id;
+  return cut.id;
 }
 
 struct State {  // arrays over slots
