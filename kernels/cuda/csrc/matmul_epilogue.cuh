@@ -64,18 +64,23 @@ __device__ __forceinline__ void write_sums(const Target& target, const std::uint
                                            int stride) {
   const Matrix& matrix = target.matrix;
   const bool is_glu = target.kind >= SILU;
+#pragma unroll 1
   for (int i = threadIdx.x; i < target.block_rows * target.tokens; i += 32 * WARPS) {
-    const int t = i / (16 * target.tokens), token = i / 16 % target.tokens, lane_row = i % 16;
+    int t = 0, token = i / 16;
+#pragma unroll 1
+    while (TILES > 1 && token >= target.tokens) token -= target.tokens, ++t;
     const int meant = target.first_row + 16 * t;
-    const int row = first_row_of(meant, matrix.rows) + lane_row;
+    const int row = first_row_of(meant, matrix.rows) + i % 16;
     if (row < meant || row >= matrix.rows) continue;
-    float value = sum_of_warps(shared, stride, t, token, lane_row);
-    if (matrix.bias != nullptr) value += matrix.bias[row];
-    if (is_glu) {
-      float up = sum_of_warps(shared, stride, t + TILES / 2, token, lane_row);
-      if (target.up_bias != nullptr) up += target.up_bias[row];
-      value = activated(value, target.kind) * up;
+    float value = 0, gate = 0;
+#pragma unroll 1
+    for (int half = 0; half <= is_glu; ++half) {  // one path for a gate and its up
+      gate = value;
+      value = sum_of_warps(shared, stride, t + half * (TILES / 2), token, i % 16);
+      const float* bias = half ? target.up_bias : matrix.bias;
+      if (bias != nullptr) value += bias[row];
     }
+    if (is_glu) value = activated(gate, target.kind) * value;
     float* out =
         matrix.out + static_cast<long long>(target.first_token + token) * matrix.rows + row;
     *out = target.kind == ADD ? *out + value : value;

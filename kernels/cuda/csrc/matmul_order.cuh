@@ -82,12 +82,18 @@ struct BlockTokens {
     return *reinterpret_cast<const float*>(record(token) + SCALE);
   }
 
-  // This lane's eight columns of a token's row; column: where the chunk starts.
+  // This lane's eight columns of a token's row, of which there are a multiple of 32; column: where
+  // the chunk starts.
   static __device__ __forceinline__ void load(const float* row, int column, int k, int lane,
                                               float4& a, float4& b) {
-    const int first = column + O::column(lane >> 2, lane & 3);
-    a = four_columns(row, first, k);
-    b = four_columns(row, first + O::APART, k);
+    if constexpr (F::length == 256) {
+      load_whole(row, column, lane, a, b);
+    } else {
+      const int first = column + O::column(lane >> 2, lane & 3);
+      a = b = float4{0, 0, 0, 0};
+      if (first < k) a = *reinterpret_cast<const float4*>(row + first);
+      if (first + O::APART < k) b = *reinterpret_cast<const float4*>(row + first + O::APART);
+    }
   }
   // The same where k is a multiple of 256; offset: of the chunk from the first token's row on.
   static __device__ __forceinline__ void load_whole(const float* x, unsigned offset, int lane,
@@ -113,11 +119,21 @@ struct BlockTokens {
   }
   __device__ __forceinline__ void stage(const float* x, int tokens, int k, int column,
                                         int lane) const {
+    float4 a, b;
+    if constexpr (PASSES > 1) {  // two at once, for which there are registers now and then
 #pragma unroll 2
-    for (int token = 0; token < tokens; ++token, x += k) {
-      float4 a, b;
+      for (int token = 0; token < tokens; ++token, x += k) {
+        load(x, column, k, lane, a, b);
+        put(token, a, b, lane);
+      }
+    } else {
       load(x, column, k, lane, a, b);
-      put(token, a, b, lane);
+#pragma unroll 1
+      for (int token = 0; token < tokens; ++token) {
+        const float4 own = a, apart = b;
+        if (token + 1 < tokens) load(x += k, column, k, lane, a, b);  // while the other is put
+        put(token, own, apart, lane);
+      }
     }
   }
 

@@ -130,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     job.tokens = min(room, tokens - first_token);
     job.room = room;
 
-    const int warp = threadIdx.x >> 5;
+    // Known to be one number, branches need no code for lanes that go apart; but more registers.
+    const int warp = PASSES > 1 ? threadIdx.x >> 5 : __shfl_sync(~0u, threadIdx.x >> 5, 0);
     const Tile tile{static_cast<int>(threadIdx.x & 31)};
     float total[TILES][PASSES][Tile::VALUES] = {};
     int stride;
