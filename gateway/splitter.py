@@ -60,7 +60,7 @@ class Splitter:
 
     @property
     def may_turn(self) -> bool:
-        """Some way into the next text tokens may begin or cease to count, as reasoning or at all."""
+        """Amid the next text tokens may begin or cease to count, as reasoning or at all."""
         may_reason = self.is_reasoning or (self._markers is not None and self._is_first)
         return may_reason or not self._many
 

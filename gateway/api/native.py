@@ -112,7 +112,8 @@ class _Shape:
         data = b""
         if delta.is_first and options.return_progress:
             data += event(self.progress(generation, generation.progress()))
-        if delta.text or delta.logprobs or not delta.finish:
+        is_told = delta.text or delta.logprobs or (delta.tokens and options.return_tokens)
+        if is_told or not delta.finish:
             body = self._chunk(generation) | {"content": delta.text, "tokens": delta.tokens}
             if delta.logprobs:
                 body["completion_probabilities"] = [_probabilities(e) for e in delta.logprobs]

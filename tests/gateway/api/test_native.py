@@ -69,6 +69,16 @@ async def test_a_stream(native_events, engine, parse):
     assert (end["content"], end["stop_type"], end["tokens_predicted"]) == ("", "eos", 4)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (3, 2), (5,)])
+async def test_all_tokens_are_in_a_stream_however_they_come(native_events, engine, parse, sizes):
+    data = iter(b"He##o")
+    engine.script = [Chunk([next(data) for _ in range(size)]) for size in sizes]
+    text = await native_events(stop=["##"], return_tokens=True)
+    events = parse(text.encode())
+    assert [token for event in events for token in event["tokens"]] == list(b"He##")
+    assert "".join(event["content"] for event in events) == "He"
+
+
 async def test_timings_of_each_token(native_events, parse):
     *chunks, _ = parse((await native_events(timings_per_token=True)).encode())
     assert [chunk["timings"]["predicted_n"] for chunk in chunks] == [1, 2, 3, 4, 5]
