@@ -148,13 +148,6 @@ struct Target {
   Weighing weighing;
 };
 
-// Writes what a row weighs, if `writes`; whether it sees anything. A call: rarely wanted.
-__device__ __noinline__ bool weigh(Weighing weighing, int query, bool writes, float most,
-                                   float sum) {
-  if (writes) weighing.write(query, most, sum);
-  return weighing.sees(query);
-}
-
 // Four columns of a row's result; query: token * H + head.
 __device__ __forceinline__ void write_result(const Target& to, const Part& part, int query,
                                              int d) {
@@ -176,9 +169,9 @@ __device__ __forceinline__ void write_part(const Target& to, const Part& part, i
   *reinterpret_cast<float4*>(to.partial + slot * width_of(to.dim) + d) = part.out;
 }
 
-// Of HALF rows, all columns: where a piece is one block's.
-__device__ __forceinline__ void write_rows(const Ends& ends, const Row* rows, int first, int i,
-                                           int used, const Target& to) {
+// Of HALF rows, all columns: where a piece is one block's. A call, for its code runs for each HALF.
+__device__ __noinline__ void write_rows(const Ends& ends, const Row* rows, int first, int i,
+                                        int used, Target to) {
 #pragma unroll 1
   for (int at = threadIdx.x; at < HALF * DIM / 4; at += THREADS) {
     const int r = at / (DIM / 4), d = at % (DIM / 4) * 4, row = first + Mma::row_of(r, i);

@@ -208,16 +208,17 @@ __device__ __forceinline__ void weigh_rows(const Shared& sh,
     for (int i = 0; i < 2; ++i) {
       const float all = row_sum(sum[t][i]);
       const int to = sh.out[16 * (warp * ROW_TILES + t) + Mma::row(lane, i)];
-      if (to >= 0 && Mma::pair(lane) == 0) weighing.write(to, running[t][i].m, all);
+      if (to >= 0 && Mma::pair(lane) == 0) weigh(weighing, to, true, running[t][i].m, all);
     }
 }
 
 // Rows that see nothing become zeros, after all.
-__device__ __forceinline__ void hide_rows(const Shared& sh, float* y, const Weighing& weighing,
-                                          int dim) {
+__device__ __noinline__ void hide_rows(const Shared& sh, float* y, Weighing weighing, int dim) {
   __syncthreads();
+#pragma unroll 1
   for (int m = 0; m < ROWS; ++m)
-    if (sh.out[m] >= 0 && !weighing.sees(sh.out[m]))
+    if (sh.out[m] >= 0 && !weigh(weighing, sh.out[m], false, 0.0f, 0.0f))
+#pragma unroll 1
       for (int d = threadIdx.x; d < dim; d += THREADS)
         y[static_cast<long long>(sh.out[m]) * dim + d] = 0.0f;
 }

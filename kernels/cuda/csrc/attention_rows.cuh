@@ -65,12 +65,16 @@ struct Weighing {
   float* weights;  // log(sum(exp(score))) of each query head; null: nobody asks
   const int* positions;
   int num_heads;
-  __device__ bool sees(int query) const { return positions[query / num_heads] >= 0; }
-  // most: the largest score to the exponent of 2; sum: of the others' powers beside it
-  __device__ void write(int query, float most, float sum) const {
-    weights[query] = sees(query) ? __fmaf_rn(most, 0.6931471806f, logf(sum)) : -infinity();
-  }
 };
+
+// Whether a row sees anything; what it weighs is written if `writes`. most: the largest score to
+// the exponent of 2; sum: of the others' powers beside it. A call, for it is rarely wanted.
+__device__ __noinline__ bool weigh(Weighing of, int query, bool writes, float most, float sum) {
+  const bool sees = of.positions[static_cast<unsigned>(query) / of.num_heads] >= 0;
+  if (writes)
+    of.weights[query] = sees ? __fmaf_rn(most, 0.6931471806f, logf(sum)) : -infinity();
+  return sees;
+}
 
 // Right to about 1e-7 of 1, which a soft cap multiplies by some tens.
 __device__ __forceinline__ float tanh_fast(float x) {
