@@ -46,41 +46,34 @@ __device__ __forceinline__ void push_row(Group* group, const unsigned* part, flo
 }
 
 // x (a row of n) += the sum of the parts; the row is left in shared memory. A row has `units` of
-// the blocks that packs are counted by. What is far away is asked for at once.
+// the blocks that packs are counted by.
 __device__ void sum_row(Group* group, const unsigned* part, float* x, float* row, int n, int units,
                         int rank, int ranks) {
   const int packs = (n + 2) / 3, first = blockIdx.x * units;
   push_row(group, part, row, n, first, rank, ranks);
-  Words old[PACKS];
-  Sum sum[PACKS];
-#pragma unroll
-  for (int k = 0; k < PACKS; ++k)
-    old[k] = words_at(reinterpret_cast<const unsigned*>(x), 3 * (k * blockDim.x + threadIdx.x), n);
   Wait wait(group);
+#pragma unroll 1  // what a wait that lasts does is long
+  for (int i = threadIdx.x; i < packs; i += blockDim.x) {
+    const int block = first + i / SLOTS;
+    const Words old = words_at(reinterpret_cast<const unsigned*>(x), 3 * i, n);
+    Sum sum;
 #pragma unroll 1
-  for (int r = 0; r < ranks; ++r) {
-#pragma unroll
-    for (int k = 0; k < PACKS; ++k) {
-      const int i = k * blockDim.x + threadIdx.x, block = first + i / SLOTS;
-      if (i >= packs) continue;
+    for (int r = 0; r < ranks; ++r) {
       const Words words = r == rank
           ? words_at(reinterpret_cast<const unsigned*>(row), 3 * i, n)
           : pull(group->peers[r], r, group->packs[r][block] + 1, wait, block, i % SLOTS);
-      if (r == 0) sum[k].start(words);
-      else sum[k].add(words);
+      if (r == 0) sum.start(words);
+      else sum.add(words);
     }
+    Sum all;
+    all.start(old);
+    all.add(sum.words());
+    keep(row, 3 * i, n, all);
+    keep(x, 3 * i, n, all);
   }
   wait.end();
-#pragma unroll
-  for (int k = 0; k < PACKS; ++k) {
-    const int at = 3 * (k * blockDim.x + threadIdx.x);
-    Sum all;
-    all.start(old[k]);
-    all.add(sum[k].words());
-    keep(row, at, n, all);
-    keep(x, at, n, all);
-  }
   __syncthreads();
+#pragma unroll 1
   for (int i = threadIdx.x; i < units * ranks; i += blockDim.x) {
     if (i % ranks != rank) group->packs[i % ranks][first + i / ranks] += 1;
   }
