@@ -84,7 +84,14 @@ def device(ops: Any, batch: Batch) -> Batch:
 
 @pytest.mark.parametrize(
     ("experts", "width", "type_name"),
-    [(6, 64, "F32"), (40, 4100, "F32"), (512, 64, "F16"), (16, 66, "F32"), (16, 64, "Q8_0")],
+    [
+        (6, 64, "F32"),
+        (40, 4100, "F32"),
+        (512, 64, "F16"),
+        (700, 64, "F32"),
+        (16, 66, "F32"),
+        (16, 64, "Q8_0"),
+    ],
 )
 def test_route(ops: Any, experts: int, width: int, type_name: str) -> None:
     x, router = normal(0, 11, width), normal(1, experts, width)
@@ -163,6 +170,11 @@ def test_experts(ops: Any, gate: str, up: str, down: str, width: int, inner: int
         for i in range(3)
     ]  # fmt: skip
     np.testing.assert_array_equal(np.concatenate(alone), found)
+    more = np.resize(np.arange(3), 7)  # which other kernels add up
+    together = ops.experts(
+        ops.array(x[more]), tuple(ops.array(each[more]) for each in (chosen, weights)), table
+    )
+    np.testing.assert_array_equal(ops.to_host(together), found[more])
 
 
 SHARED = [
