@@ -18,7 +18,7 @@ FORMATS: tuple[str, ...] = tuple(
     re.findall(r"\bX\((\w+)\)", (KERNELS / "formats/registry.h").read_text())
 )
 # The first kernels of a step wait for all that was before it, so that later ones may read
-# positions, page tables and older keys and values as soon as they start.
+# positions, page tables, angles and older keys and values as soon as they start.
 EMBED = {
     name: Instance("embed.cu", "embed", (("FORMAT", name),), True)
     for name in (*(each for each in FORMATS if each not in REPACKED), *REPACKED.values())

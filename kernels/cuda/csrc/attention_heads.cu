@@ -1,7 +1,8 @@
 // What happens to q, k and v between their product and attention, in one pass: heads of q and k are
-// normed (where the model does) and rotated, keys and values put into their pages. Which pages, and
-// the norms' weights, are read before the kernel before this one has ended. All heads take one
-// path, since instructions that few warps run must be fetched by all. -D HEAD: the longest head.
+// normed (where the model does) and rotated, keys and values put into their pages. Which pages, the
+// norms' weights and the angles are read before the kernel before this one has ended. All heads
+// take one path, since instructions that few warps run must be fetched by all. -D HEAD: the longest
+// head.
 #include "attention_store.cuh"
 #include "grid.cuh"
 

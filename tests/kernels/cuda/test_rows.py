@@ -64,7 +64,7 @@ def test_embed(ops: EmulatedOps, type_name: str) -> None:
 
 def test_the_first_kernels_of_a_step_wait_for_all_before() -> None:
     """So attention may read positions, tables and older keys before its predecessor has ended."""
-    assert not any(each.waits for each in (sampling.BEGIN, *rows.EMBED.values()))
+    assert not any(each.waits for each in (sampling.BEGIN, rows.ANGLES, *rows.EMBED.values()))
 
 
 @pytest.mark.parametrize("cols", [1, 7, 64, 512, 516, 577, 4096])
