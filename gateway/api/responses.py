@@ -139,7 +139,7 @@ class _Answer:
             data += self._said("message", "output_text", delta.text)
         data += self._calls(calls[begun:])
         if delta.finish:
-            data += self._close()
+            data += self._close(is_cut=self.generation.finish == "length")
             response = self.response()
             data += self._event(f"response.{response['status']}", response=response)
         return data
@@ -180,13 +180,12 @@ class _Answer:
         place = {"output_index": len(self._items) - 1}
         return self._event("response.output_item.added", **place, item=item)
 
-    def _close(self) -> bytes:
+    def _close(self, is_cut: bool = False) -> bytes:
         if not self._is_open:
             return b""
         self._is_open = False
         item = self._items[-1]
-        # An answer that is cut ends in its last item.
-        item["status"] = "incomplete" if self.generation.finish == "length" else "completed"
+        item["status"] = "incomplete" if is_cut else "completed"
         if item["type"] == "function_call":
             given = {key: item[key] for key in ("name", "arguments")}
             name = "response.function_call_arguments.done"

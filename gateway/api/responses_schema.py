@@ -93,10 +93,11 @@ def _tools(
         fields = Fields(tool, f"{where}.")
         space = _given(fields, "name", where)
         for each in _tools(fields.list("tools"), f"{where}.tools", {}):
-            name = each["function"].get("name")
-            each["function"]["name"] = joined = _joined(space, name)
-            spaces[joined] = space, name
             tools.append(each)
+            name = each["function"].get("name")
+            if isinstance(name, str):  # or the chat refuses it
+                each["function"]["name"] = joined = _joined(space, name)
+                spaces[joined] = space, name
     return tools
 
 
@@ -119,9 +120,15 @@ def _choice(value: Any) -> Any:
         return value
     if value.get("type") == "allowed_tools":
         tools = value.get("tools")
-        named = [_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+        named = [_named(tool) for tool in tools] if isinstance(tools, list) else tools
         allowed = {"mode": value.get("mode"), "tools": named}
         return {"type": "allowed_tools", "allowed_tools": allowed}
+    return _named(value)
+
+
+def _named(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
     name = _joined(value.get("namespace"), value.get("name"))
     return {"type": "function", "function": {"name": name}}
 

@@ -55,11 +55,26 @@ async def test_a_text(api, engine):
     assert engine.sampling[0].max_position == 25 + 9
 
 
+async def test_a_choice_of_choices(post):
+    """As deep as JSON may be."""
+    head, levels = b'{"type": "allowed_tools", "tools": [', 505
+    choice = head * levels + b"]}" * levels
+    status, body = await post(PATH, b'{"input": "hi", "tool_choice": %b}' % choice)
+    assert (status, body["error"]["param"]) == (400, "tool_choice")
+
+
 async def test_what_was_cut(api, engine):
     engine.say("Hel", finish="length")
     answer = await api.create(model="x", input="hi")
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (answer.output[0].status, answer.output_text) == ("incomplete", "Hel")
+
+
+async def test_what_came_before_the_cut_is_complete(post, engine):
+    engine.say("<think>\nhm\n</think>\n\nHel", finish="length")
+    _, body = await post(PATH, {"input": "hi"})
+    found = [(item["type"], item["status"]) for item in body["output"]]
+    assert found == [("reasoning", "completed"), ("message", "incomplete")]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -202,6 +217,8 @@ async def test_forms(post):
         ({"tools": ["x"]}, "tools[0]"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [5]}]}, "tools[0].tools[0]"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [TOOL | {"name": []}]}]},
+         "tools[0].function.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
