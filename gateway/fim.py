@@ -12,6 +12,7 @@ from typing import NamedTuple
 from voltapile.gateway.tokenizer import Tokenizer
 
 THIS, PROJECT = "filename\n", "project\n"  # no client tells their names
+LONGEST = 16  # characters of most tokens
 
 
 class Marks(NamedTuple):
@@ -63,36 +64,38 @@ class Filler:
                 return cls(tokenizer, marks)
         return None
 
+    def ids(self, text: str) -> list[int]:
+        """What looks like a marker in somebody's file is none."""
+        return self._tokenizer.encode(text, add_special=False, parse_special=False) if text else []
+
     def prompt(
         self,
-        before: str,
-        behind: str,
+        before: list[int],
+        behind: list[int],
+        begun: Sequence[int] = (),
         others: Sequence[Other] = (),
-        begun: str = "",
         most: int = 0,
     ) -> list[int]:
         """others: the last come closest. begun: the answer's first words. most: tokens in all,
         to which the others are cut from their beginning."""
-        ids = self._prefix + self._ids(before) + self._suffix + self._ids(behind)
-        ids += self._middle + self._ids(begun)
+        ids = [*self._prefix, *before, *self._suffix, *behind, *self._middle, *begun]
         bos = self._tokenizer.bos_id
         start = [bos] if self._tokenizer.add_bos and bos is not None else []
-        context = self._of_others(others) if others else []
-        room = max(0, most - len(start) - len(ids))
-        return start + context[max(0, len(context) - room) :] + ids
+        room = most - len(start) - len(ids)
+        return start + (self._of_others(others, room) if others and room > 0 else []) + ids
 
-    def _of_others(self, others: Sequence[Other]) -> list[int]:
-        ids = self._project + self._ids(PROJECT) if self._project else []
-        for other in others:
-            if self._file:
-                ids += self._file + self._ids(f"{other.name}\n{other.text}\n")
-            else:
-                ids += self._ids(f"{other.text}\n\n")
-        return ids + (self._file + self._ids(THIS) if self._file else [])
-
-    def _ids(self, text: str) -> list[int]:
-        """What looks like a marker in somebody's file is none."""
-        return self._tokenizer.encode(text, add_special=False, parse_special=False) if text else []
+    def _of_others(self, others: Sequence[Other], room: int) -> list[int]:
+        """The last ones first, so that those for which there is no room are not even read."""
+        ids = self._file + self.ids(THIS) if self._file else []
+        for other in reversed(others):
+            if len(ids) >= room:
+                break
+            text = other.text[-LONGEST * room :]
+            told = f"{other.name}\n{text}\n" if self._file else f"{text}\n\n"
+            ids = self._file + self.ids(told) + ids
+        else:
+            ids = (self._project + self.ids(PROJECT) if self._project else []) + ids
+        return ids[-room:]
 
 
 def _marker(tokenizer: Tokenizer, text: str) -> list[int]:

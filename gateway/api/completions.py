@@ -13,7 +13,7 @@ from voltapile.gateway.api.echo import Echo
 from voltapile.gateway.api.generate import Delta, Outcome, started
 from voltapile.gateway.api.infill import filler_of
 from voltapile.gateway.api.logprobs import NO_LOGPROBS, completion_logprobs
-from voltapile.gateway.api.prompt import completion_prompts
+from voltapile.gateway.api.prompt import completion_prompts, encoded
 from voltapile.gateway.api.schema import CompletionRequest, completion_request
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 
@@ -56,7 +56,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
 def _with_gaps(services: Services, asked: CompletionRequest) -> CompletionRequest:
     """The prompts as those of a model that fills in what stands before the suffix."""
     filler = filler_of(services, "suffix")
-    prompts = [filler.prompt(str(each), asked.suffix) for each in asked.prompts]
+    context = services.plan.context
+    behind = encoded(filler.ids, asked.suffix, context, "suffix")
+    befores = [encoded(filler.ids, str(each), context, "prompt") for each in asked.prompts]
+    prompts = [filler.prompt(before, behind) for before in befores]
     options = replace(asked.options, stop_ids=[*asked.options.stop_ids, *filler.ends])
     return replace(asked, prompts=prompts, options=options)
 

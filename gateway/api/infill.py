@@ -13,6 +13,7 @@ from voltapile.gateway.api.errors import bad_request
 from voltapile.gateway.api.fields import Fields, kind
 from voltapile.gateway.api.native import native_answer
 from voltapile.gateway.api.native_schema import NativeRequest, native_options
+from voltapile.gateway.api.prompt import encoded
 from voltapile.gateway.api.services import SERVICES, Services, off_loop, read_body
 from voltapile.gateway.fim import Filler, Other
 
@@ -39,12 +40,19 @@ def filler_of(services: Services, param: str) -> Filler:
 def _infill_request(body: bytes, services: Services) -> NativeRequest:
     fields = Fields.parse(body)
     before, behind = (_given(fields, name, name) for name in ("input_prefix", "input_suffix"))
+    begun = fields.text("prompt") or ""
     others = _others(fields.values.get("input_extra"))
     options = native_options(fields, services.tokenizer.vocab_size, services.defaults)
     context, filler = services.plan.context, filler_of(services, "input_suffix")
     answer = context // 4 if options.max_tokens is None else options.max_tokens
     most = max(0, context - 1 - answer)
-    prompt = filler.prompt(before, behind, others, fields.text("prompt") or "", most)
+    prompt = filler.prompt(
+        encoded(filler.ids, before, context, "input_prefix"),
+        encoded(filler.ids, behind, context, "input_suffix"),
+        encoded(filler.ids, begun, context, "prompt"),
+        others,
+        most,
+    )
     return NativeRequest(
         prompts=[[*prompt]],
         is_list=False,

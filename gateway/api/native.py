@@ -7,6 +7,7 @@ how a body is read (native_schema.py).
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -17,7 +18,7 @@ from voltapile.gateway.api.errors import json_response
 from voltapile.gateway.api.generate import Delta, Generation, Outcome, started
 from voltapile.gateway.api.native_schema import NativeRequest, Prompt, native_request
 from voltapile.gateway.api.progress import progress_told
-from voltapile.gateway.api.prompt import checked
+from voltapile.gateway.api.prompt import checked, encoded
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 from voltapile.gateway.api.settings import generation_settings
 from voltapile.gateway.api.sse import EventStream, event
@@ -35,8 +36,8 @@ async def completion(request: web.Request) -> web.StreamResponse:
 async def native_answer(
     request: web.Request, services: Services, asked: NativeRequest
 ) -> web.StreamResponse:
-    prompts = await off_loop(asked.body_bytes, _encoded, services.tokenizer, asked.prompts)
-    prompts = [checked(ids, services.plan.context, "prompt") for ids in prompts]
+    known = services.tokenizer, services.plan.context
+    prompts = await off_loop(asked.body_bytes, _all_encoded, *known, asked.prompts)
     bounds = await bounds_of(services, asked.options)
     generations = started(services, prompts, asked.options, client_of(request), bounds=bounds)
     shape = _Shape(services, asked, prompts, generations)
@@ -69,19 +70,20 @@ async def _streamed(
     return events.response
 
 
-def encode_mixed(tokenizer: Tokenizer, prompt: Prompt, *, add_special: bool = True) -> list[int]:
+def _all_encoded(tokenizer: Tokenizer, context: int, prompts: list[Prompt]) -> list[list[int]]:
+    return [checked(_encoded(tokenizer, context, each), context, "prompt") for each in prompts]
+
+
+def _encoded(tokenizer: Tokenizer, context: int, prompt: Prompt) -> list[int]:
     """Texts and ids in their order; the beginning gets what the vocabulary adds to one."""
     ids: list[int] = []
     for i, part in enumerate(prompt):
         if isinstance(part, int):
             ids.append(part)
         else:
-            ids += tokenizer.encode(part, add_special=add_special and i == 0)
+            encode = partial(tokenizer.encode, add_special=i == 0)
+            ids += encoded(encode, part, context, "prompt")
     return ids
-
-
-def _encoded(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[list[int]]:
-    return [encode_mixed(tokenizer, prompt) for prompt in prompts]
 
 
 class _Shape:

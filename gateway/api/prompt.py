@@ -32,7 +32,7 @@ class Conversation:
 async def conversation(services: Services, chat: ChatRequest) -> Conversation:
     text = await rendered(services, chat)
     encode, context = services.tokenizer.encode_chat, services.plan.context
-    ids = await off_loop(len(text), _encoded, encode, text, context, "messages")
+    ids = await off_loop(len(text), encoded, encode, text, context, "messages")
     assert services.template is not None
     reading = reading_of(services.tokenizer, services.template, chat, text)
     return Conversation(checked(ids, context, "messages"), reading)
@@ -42,7 +42,7 @@ async def chat_ids(services: Services, chat: ChatRequest) -> list[int]:
     """To be counted: they may be more than the context holds."""
     text = await rendered(services, chat)
     encode, context = services.tokenizer.encode_chat, services.plan.context
-    return await off_loop(len(text), _encoded, encode, text, context, "messages", COUNTED)
+    return await off_loop(len(text), encoded, encode, text, context, "messages", COUNTED)
 
 
 async def completion_prompts(
@@ -60,10 +60,10 @@ def _all_encoded(
     tokenizer: Tokenizer, prompts: Sequence[str | list[int]], context: int, param: str
 ) -> list[list[int]]:
     encode = tokenizer.encode
-    return [_encoded(encode, p, context, param) if isinstance(p, str) else p for p in prompts]
+    return [encoded(encode, p, context, param) if isinstance(p, str) else p for p in prompts]
 
 
-def _encoded(
+def encoded(
     encode: Callable[[str], list[int]], text: str, context: int, param: str, most: int = 0
 ) -> list[int]:
     """The ids of `text`, if they are at most so many, or not far more than the context holds. A

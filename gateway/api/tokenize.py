@@ -27,10 +27,9 @@ async def tokenize(request: web.Request) -> web.Response:
         ids = await chat_ids(services, chat)
     else:
         ids = await off_loop(len(body), _ids, tokenizer, fields)
-    pieces = fields.flag("with_pieces")
-    tokens = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids] if pieces else ids
     counts = {"count": len(ids), "max_model_len": services.plan.context}
-    return json_response({"tokens": tokens} | counts)
+    pieces = tokenizer if fields.flag("with_pieces") else None
+    return await off_loop(len(body), _answer, ids, counts, pieces)
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -55,6 +54,14 @@ def _ids(tokenizer: Tokenizer, fields: Fields) -> list[int]:
         add_special=fields.flag(special, default=is_vllms),
         parse_special=fields.flag("parse_special", default=True),
     )
+
+
+def _answer(ids: list[int], counts: dict[str, int], tokenizer: Tokenizer | None) -> web.Response:
+    """tokenizer: if pieces are wanted."""
+    tokens: list[Any] = ids
+    if tokenizer is not None:
+        tokens = [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]
+    return json_response({"tokens": tokens} | counts)
 
 
 def _content(tokenizer: Tokenizer, body: bytes) -> str:

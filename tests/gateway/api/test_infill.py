@@ -6,6 +6,7 @@ FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 PREFIX, SUFFIX, MIDDLE = 258, 259, 260
 BODY = {"input_prefix": "a", "input_suffix": "b"}
 BEST = {"prompt": "a", "suffix": "b"}
+FAR_TOO_LONG = "a" * 70_000  # found out by its beginning
 
 
 class TestOfModelsThatFillGaps:
@@ -43,6 +44,10 @@ class TestOfModelsThatFillGaps:
             ("/infill", BODY | {"prompt": []}, "prompt"),
             ("/infill", BODY | {"n_predict": "5"}, "n_predict"),
             ("/infill", BODY | {"input_prefix": "a" * 300}, "prompt"),
+            ("/infill", BODY | {"input_prefix": FAR_TOO_LONG}, "input_prefix"),
+            ("/infill", BODY | {"input_suffix": FAR_TOO_LONG}, "input_suffix"),
+            ("/infill", BODY | {"prompt": FAR_TOO_LONG}, "prompt"),
+            ("/v1/completions", BEST | {"suffix": FAR_TOO_LONG}, "suffix"),
             ("/v1/completions", BEST | {"suffix": 5}, "suffix"),
             ("/v1/completions", BEST | {"echo": True}, "suffix"),
             ("/v1/completions", BEST | {"prompt": [97]}, "suffix"),

@@ -156,6 +156,14 @@ async def test_bad_bodies(post, fields, param):
     assert (status, body["error"]["param"]) == (400, param), body
 
 
+@pytest.mark.parametrize("prompt", ["x" * 100_000, [97, "x" * 100_000]])
+async def test_a_beginning_tells_that_a_prompt_is_far_too_long(post, engine, prompt):
+    status, body = await post("/completion", {"prompt": prompt})
+    assert (status, body["error"]["param"]) == (400, "prompt")
+    assert "about 100000 tokens" in body["error"]["message"]
+    assert engine.prompts == []
+
+
 async def test_several_answers_of_one_prompt_are_a_list(post):
     status, body = await post("/completion", {"prompt": "hi", "n": 2})
     assert status == 200

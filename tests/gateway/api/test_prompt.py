@@ -8,10 +8,10 @@ import pytest
 from voltapile.gateway.api.errors import ApiError
 from voltapile.gateway.api.prompt import (
     COUNTED,
-    _encoded,
     chat_ids,
     completion_prompts,
     conversation,
+    encoded,
 )
 from voltapile.gateway.api.schema import chat_request, completion_request
 from voltapile.gateway.api.services import Services
@@ -145,7 +145,7 @@ def test_a_text_of_few_tokens_is_tokenised_whole():
         sizes.append(len(text))
         return [1] * (len(text) // 1000)
 
-    assert len(_encoded(encode, " " * 500_000, 400, "prompt")) == 500
+    assert len(encoded(encode, " " * 500_000, 400, "prompt")) == 500
     assert sizes == [1 << 16, 1 << 18, 500_000]
 
 
