@@ -80,6 +80,8 @@ class Splitter:
             self._take(self._call.end(is_cut), split)
             while not self.is_over and self._step(split):
                 pass
+        if self.is_over:
+            return split
         text, self._buffer = self._buffer, ""
         if self.is_reasoning:
             split.reasoning += text.rstrip()

@@ -74,13 +74,19 @@ class JsonCall:
         may_be = named is None or any(name.startswith(named["name"]) for name in self._names)
         return may_be and _HEAD.match(self._buffer, partial=True) is not None
 
+    def _is_name(self, name: Any) -> bool:
+        """Without one a fragment would go on with the call before it."""
+        if not isinstance(name, str) or not name.strip():
+            return False
+        return self._names is None or name in self._names
+
     def _read_head(self, fragments: list[Fragment]) -> None:
         match = _HEAD.match(self._buffer, partial=True)
         if match is None:
             self._is_whole = True
         elif not match.partial:
             name = _loaded(match["name"])
-            if not isinstance(name, str) or (self._names is not None and name not in self._names):
+            if not self._is_name(name):
                 self._is_whole = True
                 return
             fragments.append(Fragment(well_formed(name), ""))
@@ -135,7 +141,7 @@ class JsonCall:
         fragments = []
         for call in calls:
             name = call.get("name") if isinstance(call, dict) else None
-            if not isinstance(name, str) or (self._names is not None and name not in self._names):
+            if not self._is_name(name):
                 return []
             given: Any = next((call[key] for key in ARGUMENTS if key in call), {})
             if isinstance(given, str):

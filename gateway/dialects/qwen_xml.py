@@ -25,7 +25,7 @@ from voltapile.gateway.dialects.dialect import (
 )
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_NAME = regex.compile(r"\s*<function=([^<>\n]+)>")
+_NAME = regex.compile(r"\s*<function=\s*([^<>\s][^<>\n]*)>")
 _KEY = regex.compile(r"<parameter=([^<>\n]+)>")
 _END_FUNCTION = "</function>"
 _ENDS = ("</parameter>", "<parameter=", _END_FUNCTION, CLOSE)  # the first one may be forgotten

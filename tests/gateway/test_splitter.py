@@ -171,6 +171,30 @@ def test_one_call_only(case):
     assert (content, loaded(calls), splitter.is_over) == ("", expected[:1], True)
 
 
+def test_nothing_comes_behind_one_call_that_is_found_at_the_end():
+    """Only there it shows that the first marker opened none."""
+    text = '<tool_call><tool_call>{"name": "add", "parameters": {"n": 3}} more <tool_call>'
+    content, _, calls, _ = split(Splitter(HERMES, TOOLS, many=False), [text])
+    assert (content, loaded(calls)) == ("", [ADD])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        (HERMES, '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"arguments": {}, "name": " "}</tool_call>'),
+        (MISTRAL_LIST, '[TOOL_CALLS][{"name": "", "arguments": {}}]'),
+        (QWEN_XML, "<tool_call>\n<function= >\n</function>\n</tool_call>"),
+    ],
+)
+def test_a_call_without_a_name_is_none(dialect, text):
+    for pieces in (text, [text]):
+        splitter = Splitter(dialect, TOOLS)
+        content, _, calls, _ = split(splitter, pieces)
+        assert (calls, splitter.has_calls) == ([], False)
+        assert content
+
+
 def test_calls_are_text_where_there_are_no_tools():
     assert split(Splitter(HERMES, (), THINK), [HERMES_CALLS])[0] == HERMES_CALLS
 
