@@ -74,9 +74,7 @@ class Splitter:
     def flush(self, is_cut: bool = False) -> Split:
         """At the end; is_cut: by the token limit."""
         split = Split()
-        if self.is_over:
-            return split
-        while self._call is not None:
+        while self._call is not None:  # as there is none any more where it is_over
             self._take(self._call.end(is_cut), split)
             while not self.is_over and self._step(split):
                 pass

@@ -7,7 +7,7 @@ in another order of keys waits for its end. It does not know what opened it.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeGuard
 
 import regex  # type: ignore[import-untyped]  # matches beginnings, which re cannot
 from voltapile.gateway.dialects.dialect import (
@@ -74,7 +74,7 @@ class JsonCall:
         may_be = named is None or any(name.startswith(named["name"]) for name in self._names)
         return may_be and _HEAD.match(self._buffer, partial=True) is not None
 
-    def _is_name(self, name: Any) -> bool:
+    def _is_name(self, name: Any) -> TypeGuard[str]:
         """Without one a fragment would go on with the call before it."""
         if not isinstance(name, str) or not name.strip():
             return False
