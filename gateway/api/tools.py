@@ -117,10 +117,11 @@ def _of_object(schema: dict[str, Any] | None, param: str) -> dict[str, Any]:
     """What the schema leaves open: arguments are an object."""
     if not schema:
         return NO_SCHEMA
-    if schema.get("type", "object") != "object":
+    types = schema.get("type") or "object"
+    if "object" not in (types if isinstance(types, list) else [types]):
         message = f"'{param}' must be the schema of an object: arguments have names"
         raise bad_request(message, f"{param}.type", "invalid_schema")
-    return {"type": "object", **schema}
+    return {**schema, "type": "object"}
 
 
 def _choice(value: Any) -> tuple[str, list[str]]:

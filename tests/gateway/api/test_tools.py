@@ -5,6 +5,8 @@ import json
 
 import openai
 import pytest
+from voltapile.gateway.api.fields import Fields
+from voltapile.gateway.api.tools import tool_use
 from voltapile.gateway.request import Chunk
 from voltapile.gateway.template import ChatTemplate
 
@@ -185,6 +187,13 @@ async def test_earlier_reasoning_goes_to_the_template(serve, engine, name):
     assert prompt(engine) == "hm</think>"
 
 
+@pytest.mark.parametrize("types", [{}, {"type": None}, {"type": ["object", "null"]}])
+def test_arguments_are_an_object_whatever_else_a_schema_allows(types):
+    function = {"name": "f", "parameters": {"properties": {"a": {}}, **types}}
+    [tool] = tool_use(Fields({"tools": [{"function": function}]})).tools
+    assert tool.schema == {"properties": {"a": {}}, "type": "object"}
+
+
 async def test_reasoning_left_where_it_is(post, engine):
     engine.say("hm</think>Yes")
     _, body = await post(PATH, BODY | {"enable_thinking": True, "reasoning_format": "none"})
@@ -238,6 +247,8 @@ async def test_no_calls_in_earlier_messages(post, engine, calls):
         ({"tools": [{"function": {"name": "f", "parameters": []}}]},
          "tools[0].function.parameters"),
         ({"tools": [{"function": {"name": "f", "parameters": {"type": "string"}}}]},
+         "tools[0].function.parameters.type"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": ["null"]}}}]},
          "tools[0].function.parameters.type"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": 3}, "tool_choice"),
