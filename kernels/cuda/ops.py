@@ -359,6 +359,7 @@ class CudaOps(CudaPositions, CudaCollectives):
         return attention.attention(self, q, cache, batch, group, head_map, scale, window, softcap)
 
     def gather(self, x: DeviceArray, index: DeviceArray) -> DeviceArray:
+        self._step = (0, 0)  # what follows is the end of a step: see _policy_for_rows
         return rows.gather(self, x, index)
 
     def copy(self, x: DeviceArray) -> DeviceArray:
@@ -373,9 +374,10 @@ class CudaOps(CudaPositions, CudaCollectives):
 
     def _policy_for_rows(self, rows: int) -> Policy:
         """Only prompt rows may take the product of many rows. What has not as many rows as the
-        step has tokens is its sampled rows, and takes none."""
+        step has tokens is its sampled rows, and takes none; nor do a prompt's probabilities, for
+        the Plan has no room for a whole output matrix of halves."""
         tokens, generated = self._step
-        if tokens < 0:  # no step began: probabilities of a prompt
+        if tokens < 0:  # no step began
             return self._policy
         if rows != tokens:
             return EVERY_ROW_ALONE

@@ -126,6 +126,18 @@ def test_an_ngram_table_in_the_file(
         stage.check()
 
 
+def test_no_output_matrix_is_unpacked(gpu: Any, planned: Callable[..., Plan]) -> None:
+    """Even if all tokens of a prompt have outputs, as its probabilities want them."""
+    chosen = planned("qwen3", slots=80)
+    with open_engine(chosen) as engine:
+        multiplied: list[tuple[int, ...]] = []
+        engine.ops.product = lambda weight, *_: multiplied.append(weight.shape)
+        for count in (80, 100):
+            assert sum(map(len, engine.prompts.logits(0, np.zeros(count, np.int32), 0))) == count
+        assert len(multiplied) >= 2, "a prompt's rows go there"
+        assert all(shape[0] != engine.model.spec.vocab for shape in multiplied)
+
+
 def steps(engine: Engine) -> None:
     """A prompt of three rows, four steps of as many."""
     engine.ops.fetch = lambda arrays: _Zeros(arrays)
