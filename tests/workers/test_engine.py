@@ -515,4 +515,4 @@ def test_scratch_is_enough(mini: Path, engine_for: Make, drive: Make, model: str
     assert sum(len(piece) for piece in engine.prompt_logits(long)) == 1000
     peak, planned = engine.ops.scratch_peak, engine.plan.ranks[0].memory["scratch"]
     fixed = SCORES_BYTES if model == "qwen4exp" else 0  # for a context that is longer than this one
-    assert (planned - fixed) / 4 < peak <= planned
+    assert (planned - fixed) / 4 < peak <= planned - fixed

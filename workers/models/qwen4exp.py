@@ -57,6 +57,11 @@ class Qwen4Exp(Hybrid):
         return self.output_hc(x)[0]
 
 
+# Tokens whose halves of a layer are joined in one launch. Of more, what the first half has made is
+# let go before the second begins, as the Plan reckons; the bits are the same.
+FEW = 64
+
+
 class Block:
     """Each half mixes the streams into one input and adds what it computes to all of them."""
 
@@ -78,8 +83,16 @@ class Block:
         with ops.scope():
             h, inject = self.hc_attn(x)
             before = inject, self.mixer(h, angles, batch, cache)
-            h, inject = self.hc_ffn(x, before)
-            ops.stream_add_(x, inject, self.ffn(h, batch))
+            if len(batch.slots) <= FEW:
+                self._feed(x, before, batch)
+                return
+            ops.stream_add_(x, *before)
+        with ops.scope():
+            self._feed(x, None, batch)
+
+    def _feed(self, x: Array, before: tuple[Array, Array] | None, batch: Batch) -> None:
+        h, inject = self.hc_ffn(x, before)
+        self.ops.stream_add_(x, inject, self.ffn(h, batch))
 
 
 class Mix:
