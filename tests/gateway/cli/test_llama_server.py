@@ -56,7 +56,7 @@ def test_flash_attention_takes_a_word_or_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--temp", "-1"], ["--top-p", "0"], ["--min-p", "nan"], ["--repeat-last-n", "0"]]
+    "words", [["--temp", "-1"], ["--top-p", "-1"], ["--min-p", "nan"], ["--repeat-last-n", "0"]]
 )
 def test_a_default_that_no_request_may_have(words: list[str]) -> None:
     with pytest.raises(UsageError, match="a default of requests is wrong"):
