@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -291,6 +292,49 @@ def test_all_of_it_with_real_workers(start: Start, mini: Path, how: list[str]) -
     assert {line.split(b'rank="')[1][:1].decode() for line in memory} == set("0123"[:ranks])
     program.signal(signal.SIGINT)
     assert program.wait() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_workers_lost_at_any_moment_lose_no_token(start: Start, mini: Path) -> None:
+    """Also while Results wait in them for the next ones, as they do with the default interval."""
+    model = str(mini / "llama/model-f16.gguf")
+    program = start(COMMAND, "serve", "-m", model, "-c", "512", "--port", "0", "--device", "cpu")
+    url = url_of(program)
+    program.until("^ready")
+    body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "return_tokens": True,
+            "seed": 7, "temperature": 1.0, "logprobs": 1}  # fmt: skip
+    _, answer = ask(f"{url}/v1/completions", body)
+    [whole] = answer["choices"]
+    rng = random.Random(5)
+    for number in [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM] * 3:
+        fatal = rng.randrange(350)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        data = json.dumps(body | {"stream": True}).encode()
+        with urllib.request.urlopen(f"{url}/v1/completions", data, timeout=30) as stream:
+            for line in stream:
+                if not line.startswith(b"data: {"):
+                    continue
+                [choice] = json.loads(line[6:])["choices"]
+                tokens += choice["tokens"]
+                logprobs += choice.get("logprobs", {}).get("token_logprobs", [])
+                if len(tokens) > fatal and not choice["finish_reason"]:
+                    time.sleep(rng.random() / 50)
+                    os.kill(workers(program.process.pid)[-1], number)
+                    fatal = 1000
+        assert tokens == whole["tokens"]
+        assert logprobs == whole["logprobs"]["token_logprobs"]
+        until_ready(url)
+    program.signal(signal.SIGINT)
+    assert program.wait() == 0
+
+
+def until_ready(url: str) -> None:
+    deadline = time.monotonic() + 30
+    while ask(f"{url}/health")[0] != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_port_is_a_port() -> None:
