@@ -90,9 +90,8 @@ class Filler:
         for other in reversed(others):
             if len(ids) >= room:
                 break
-            text = other.text[-LONGEST * room :]
-            told = f"{other.name}\n{text}\n" if self._file else f"{text}\n\n"
-            ids = self._file + self.ids(told) + ids
+            told = f"{other.name}\n{other.text}\n" if self._file else f"{other.text}\n\n"
+            ids = self._file + self.ids(told[-LONGEST * room :]) + ids
         else:
             ids = (self._project + self.ids(PROJECT) if self._project else []) + ids
         return ids[-room:]

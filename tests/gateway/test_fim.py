@@ -77,7 +77,7 @@ def test_what_there_is_no_room_for_is_not_tokenised(monkeypatch):
         return encode(self, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", spied)
-    others = [Other("far.py", "f" * 9), Other("x.py", "x" * 100_000 + "end")]
+    others = [Other("far.py", "f" * 9), Other("x" * 100_000, "x" * 100_000 + "end")]
     ids = filler.prompt([97], [98], others=others, most=50)
     assert (len(ids), text(tokenizer, ids).count("end\n")) == (50, 1)
     assert "f" * 9 not in text(tokenizer, ids)
