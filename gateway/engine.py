@@ -241,6 +241,8 @@ class Engine:
             self._pump()
         for request, chunk in chunks:
             stats.generated_tokens += len(chunk.tokens)
+            if len(request.known) > len(request.prompt) + len(chunk.tokens):
+                chunk.seconds = result.seconds
             if chunk.finish:
                 self._end(request, chunk)
             else:

@@ -36,7 +36,8 @@ class Chunk(msgspec.Struct):
 
     finish: "" (more will come) | "stop" (a stop id, which is the last of tokens) | "length" |
     "error" (error says what) | "cancelled". logprobs, prompt_logprobs, hidden: as in
-    protocol.Sampled, where they were wanted.
+    protocol.Sampled, where they were wanted. seconds: that workers spent on its tokens, but for the
+    first of a stream, which is the prompt's.
     """
 
     tokens: list[int] = []
@@ -45,9 +46,11 @@ class Chunk(msgspec.Struct):
     logprobs: list[list[tuple[int, float]]] = []
     prompt_logprobs: list[list[tuple[int, float]]] = []
     hidden: np.ndarray | None = None
+    seconds: float = 0.0
 
     def extend(self, later: Chunk) -> None:
         """Take in what came after this chunk."""
+        self.seconds += later.seconds
         self.tokens += later.tokens
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs

@@ -89,6 +89,7 @@ class Generation:
         self._wants_logprobs = options.logprobs >= 0
         self._begun = self._interrupted = False
         self._start = self._first = self._last = time.monotonic()
+        self._worked = 0.0  # as Chunk.seconds, of all
         repeat = index % options.n
         self.has_new_prompt = repeat == 0
         want = None
@@ -149,8 +150,8 @@ class Generation:
             self._services.live.remove(self)
             self._stream.cancel()
             finish = self.finish or "cancelled"
-            seconds = self._last - self._first
-            self._services.metrics.generation_done(finish, self.completion_tokens, seconds)
+            metrics = self._services.metrics
+            metrics.generation_done(finish, self.completion_tokens, self._decode_seconds)
 
     @property
     def cached_tokens(self) -> int:
@@ -195,8 +196,8 @@ class Generation:
     def timings(self) -> dict[str, Any]:
         """Counts and speeds under llama-server's names. The prompt's time includes any wait."""
         computed = self.prompt_tokens - self.cached_tokens
-        prompt_ms = (self._first - self._start) * 1000
-        predicted_ms = (self._last - self._first) * 1000
+        predicted_ms = self._decode_seconds * 1000
+        prompt_ms = max(0.0, (self._last - self._start) * 1000 - predicted_ms)
         later = max(self.completion_tokens - 1, 0)  # the first token is the prompt's
         return {
             "cache_n": self.cached_tokens,
@@ -210,6 +211,12 @@ class Generation:
             "predicted_per_second": _rate(later, predicted_ms),
         }
 
+    @property
+    def _decode_seconds(self) -> float:
+        """From the first token to the last; what came together, as a busy gateway finds it, took
+        the workers as long as they say."""
+        return max(self._last - self._first, self._worked)
+
     def _take(self, chunk: Chunk) -> Delta | None:
         if self._interrupted or chunk.finish == "cancelled":
             raise self._cut_off()
@@ -219,6 +226,7 @@ class Generation:
         if not chunk.tokens and not chunk.finish:
             return None
         self._last = time.monotonic()
+        self._worked += chunk.seconds
         is_first = not self._begun
         if is_first:
             self._begin()

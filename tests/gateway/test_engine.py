@@ -431,6 +431,22 @@ async def test_step_n_plus_1_leaves_before_result_n(plan: Plan) -> None:
         assert engine.stats().step_seconds == 0.001
 
 
+async def test_chunks_tell_what_workers_spent_behind_the_first_token(plan: Plan) -> None:
+    async with by_hand(plan) as (engine, hand):
+        await hand.ready()
+        await until(is_ok(engine))
+        stream, rounds = engine.submit([1, 2], Sampling(max_position=5)), Rounds()
+        for _ in range(3):
+            if not rounds:
+                rounds.add(await hand.step())
+            result = hand.round(rounds)
+            result.seconds = 0.5
+            await hand.say(result)
+        await until(lambda: stream.request.state is State.FINISHED)
+        [chunk] = [each async for each in stream]
+        assert (len(chunk.tokens), chunk.seconds) == (3, 1.0)
+
+
 async def test_who_comes_or_leaves_ends_the_rounds(plan: Plan) -> None:
     caches = [msgspec.structs.replace(cache, page_tokens=64) for cache in plan.caches]
     async with by_hand(msgspec.structs.replace(plan, caches=caches)) as (engine, hand):

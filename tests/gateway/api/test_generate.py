@@ -154,6 +154,17 @@ async def test_timings(start):
     assert timings["predicted_ms"] >= 0
 
 
+async def test_timings_of_tokens_that_came_together(start, engine):
+    """As they come to a gateway that was busy."""
+    engine.script = [Chunk(list(b"Hell"), seconds=0.3), Chunk([END], "stop", seconds=0.1)]
+    generation = start()
+    await generation.whole()
+    timings = generation.timings()
+    assert timings["predicted_ms"] == pytest.approx(400)
+    assert timings["predicted_per_second"] == pytest.approx(4 / 0.4)
+    assert timings["prompt_ms"] >= 0
+
+
 async def test_a_listener_takes_in_the_engines_own_call(start, engine):
     engine.script = [Chunk([72]), Chunk(list(b"ell")), 0.01, Chunk([111]), Chunk([END], "stop")]
     generation, deltas = start(), []
