@@ -24,6 +24,8 @@ except ImportError:  # pragma: no cover  (no wheel for this machine)
 _llguidance: Any = llguidance  # None, where it is not there
 
 MAX_SOURCE = 1 << 20  # characters of a grammar: compiling one takes a second or two at most
+# Of those whose beginning is looked at: llguidance holds the GIL meanwhile, 3 s for 900,000.
+CHECKED_SOURCE = 1 << 16
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 KEPT = 32  # compiled grammars
 # A row of a parser's chart, a lexer's states: what one token may cost. The work of compiling, too.
@@ -105,7 +107,8 @@ class Grammars:
             ends[token // 32] |= np.uint32(1 << token % 32)
         if matcher.is_stopped() and not matcher.is_accepting():
             raise GrammarError("nothing fits it")
-        _check_beginning(matcher.deep_copy())
+        if len(lark) <= CHECKED_SOURCE:
+            _check_beginning(matcher.deep_copy())
         return Guide(matcher, ends)
 
 

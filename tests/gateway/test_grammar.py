@@ -121,6 +121,15 @@ def test_what_forces_text_without_an_end(grammars, lark):
         grammars.guide(lark)
 
 
+def test_nobody_waits_for_the_beginning_of_a_large_grammar(grammars, monkeypatch):
+    """All others would: llguidance does not let go of the GIL."""
+    seen = []
+    monkeypatch.setattr("voltapile.gateway.grammar._check_beginning", seen.append)
+    for size in (10, 100_000):
+        assert grammars.guide(json_grammar({"const": "x" * size})).mask.any()
+    assert len(seen) == 1
+
+
 def test_regex(grammars):
     assert fits(grammars.guide(lark_of_regex("[0-9]{2}/x")), "12/x")
 
