@@ -243,6 +243,8 @@ class Engine:
             stats.generated_tokens += len(chunk.tokens)
             if len(request.known) > len(request.prompt) + len(chunk.tokens):
                 chunk.seconds = result.seconds
+            else:
+                stats.computed_tokens += len(request.prompt) - request.cached
             if chunk.finish:
                 self._end(request, chunk)
             else:

@@ -37,6 +37,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0  # of the prompts, not computed again
+    computed_tokens: int = 0  # of the prompts that have been answered, those that were computed
     preemptions: int = 0
     steps: int = 0
     restarts: int = 0

@@ -46,6 +46,7 @@ _GAUGES = (
 _ALSO_COUNTERS = (
     ("generated_tokens", "llamacpp:tokens_predicted"),
     ("steps", "llamacpp:n_decode"),
+    ("computed_tokens", "llamacpp:prompt_tokens"),
     ("prompt_tokens", "vllm:prompt_tokens"),
     ("generated_tokens", "vllm:generation_tokens"),
     ("preemptions", "vllm:num_preemptions"),
@@ -156,8 +157,6 @@ def _also(stats: dict[str, float]) -> Iterator[Metric]:
         yield CounterMetricFamily(name, f"See {field}", value=stats[field])
     for field, name in _ALSO_GAUGES:
         yield GaugeMetricFamily(name, f"See {field}", value=stats[field])
-    computed = stats["prompt_tokens"] - stats["cached_tokens"]
-    yield CounterMetricFamily("llamacpp:prompt_tokens", "Those not in the cache", value=computed)
     total = stats["pages_total"]
     used = 1 - stats["pages_free"] / total if total else 0.0
     yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Of the cache's pages, 0 to 1", value=used)

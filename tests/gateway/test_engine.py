@@ -134,6 +134,7 @@ async def test_two_streams_get_what_they_get_alone(plan: Plan, tmp_path: Path) -
         assert results == [(fake.alone([i], 40, i), "length") for i in range(3)]
         stats = engine.stats()
         assert (stats.requests, stats.prompt_tokens, stats.generated_tokens) == (3, 3, 120)
+        assert stats.computed_tokens == 3
         assert (stats.running, stats.waiting, stats.restarts) == (0, 0, 0)
         assert stats.pages_free == stats.pages_total == 199
 

@@ -25,7 +25,9 @@ def test_the_engine_is_read_at_every_scrape():
 
 
 def test_names_that_other_servers_dashboards_look_for():
-    stats = EngineStats(running=2, waiting=1, prompt_tokens=9, cached_tokens=4, generated_tokens=5)
+    stats = EngineStats(
+        running=2, waiting=1, prompt_tokens=9, computed_tokens=5, generated_tokens=5
+    )
     stats.pages_total, stats.pages_free = 4, 1
     samples = read(Metrics(lambda: stats))
     for prefix in ("llamacpp:requests_processing", "vllm:num_requests_running"):
