@@ -29,6 +29,7 @@ _COUNTERS = (
     ("requests", "requests_submitted", "Generations that the engine took on"),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of all generations"),
     ("cached_tokens", "cached_prompt_tokens", "Of those, the ones found in the prefix cache"),
+    ("computed_tokens", "computed_prompt_tokens", "Those of answered prompts that were not"),
     ("generated_tokens", "generated_tokens", "Tokens generated"),
     ("preemptions", "preemptions", "Generations sent back to wait for pages"),
     ("steps", "steps", "Steps run by the workers"),
