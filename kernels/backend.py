@@ -76,7 +76,7 @@ def _describe_cuda() -> dict[str, Any]:
     from voltapile.kernels.cuda.chunks import REPACKED
     from voltapile.kernels.cuda.file_table import ROWS
     from voltapile.kernels.cuda.links import ROOM
-    from voltapile.kernels.cuda.matmul import FUSED_FROM, LIBRARY_FROM
+    from voltapile.kernels.cuda.matmul import CUBLAS_FROM, FUSED_FROM
     from voltapile.kernels.cuda.pages import KV_TYPES
     from voltapile.kernels.cuda.rows import FORMATS as WITH_HEADER
     from voltapile.kernels.cuda.rows import MAX_ROWS
@@ -101,7 +101,7 @@ def _describe_cuda() -> dict[str, Any]:
         "splits_positions": True,
         "staged_rows": ROWS,
         "most_tokens": MAX_ROWS,
-        "choices": {"fused_from": str(FUSED_FROM), "library_from": str(LIBRARY_FROM)},
+        "choices": {"fused_from": str(FUSED_FROM), "cublas_from": str(CUBLAS_FROM)},
         "repacked": {
             before: (format_of(before).block_bytes, format_of(after).block_bytes)
             for before, after in REPACKED.items()

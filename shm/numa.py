@@ -26,7 +26,7 @@ REFUSED = "pages lie where they are first touched; a container needs --cap-add S
 
 
 @functools.cache
-def library() -> Any:
+def libnuma() -> Any:
     """libnuma as a ctypes library, or None."""
     try:
         from numa import LIBNUMA  # type: ignore[import-untyped]
@@ -77,7 +77,7 @@ def keep_near(node: int) -> bool:
 
 
 def _set_policy(mode: int, nodes: Sequence[int]) -> bool:
-    lib = library()
+    lib = libnuma()
     if lib is None or not nodes or min(nodes) < 0 or max(nodes) > lib.numa_max_node():
         return False
     mask = _mask(nodes)
@@ -90,7 +90,7 @@ def _set_policy(mode: int, nodes: Sequence[int]) -> bool:
 
 def place(address: int, nbytes: int, nodes: Sequence[int]) -> bool:
     """Bind pages that are not touched yet to one node, or interleave them over several."""
-    lib = library()
+    lib = libnuma()
     if lib is None or not nodes or max(nodes) > lib.numa_max_node():
         return False
     mask = _mask(nodes)

@@ -159,7 +159,7 @@ def peers(sight: Sight) -> Iterator[Finding]:
 def placing(sight: Sight) -> Iterator[Finding]:
     """CPU nodes, and whether memory can be put on them."""
     nodes = sight.machine.nodes
-    library = numa.library()
+    library = numa.libnuma()
     if library is None:
         yield Finding(
             "slow" if len(nodes) > 1 else "note",

@@ -26,7 +26,7 @@ MATRICES = 3  # of one launch
 # Prompt rows of a step from which on they take the product of many rows: the fused one, or the
 # library's; 0 is never. On an H200 the library wins from about 64 rows on; the engine reads all
 # weights for every 16 of them.
-FUSED_FROM, LIBRARY_FROM = 0, 64
+FUSED_FROM, CUBLAS_FROM = 0, 64
 
 # Formats that files mix in one layer; a launch takes both.
 PAIRS = {
@@ -62,16 +62,16 @@ class Policy:
     """Which rows may take the product of many rows; part of the Plan, for it changes bits.
 
     generated: so many first rows of a step are generated ones and always take the engine. Of the
-    others, many enough take the fused product (fused_from) or the library's (library_from); 0 is
+    others, many enough take the fused product (fused_from) or the library's (cublas_from); 0 is
     never.
     """
 
     generated: int = 0
     fused_from: int = 0
-    library_from: int = 0
+    cublas_from: int = 0
 
     def way(self, prompt_rows: int) -> str:
-        if self.library_from and prompt_rows >= self.library_from:
+        if self.cublas_from and prompt_rows >= self.cublas_from:
             return "library"
         return "fused" if self.fused_from and prompt_rows >= self.fused_from else "rows"
 

@@ -36,7 +36,7 @@ class NvrtcMissingError(RuntimeError):
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def libnvrtc() -> ctypes.CDLL:
     """The loaded libnvrtc. Raises NvrtcMissingError."""
     for path in _candidates():
         try:
@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL:
 @functools.cache
 def version() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
-    _check(library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    _check(libnvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return major.value, minor.value
 
 
@@ -73,7 +73,7 @@ def include_folders() -> tuple[str, ...]:
 
 def compile_source(name: str, source: str, options: Sequence[str], arch: str) -> tuple[bytes, str]:
     """A cubin for arch "sm_XX", PTX for "compute_XX"; and the log. Raises CompileError."""
-    nvrtc, program = library(), ctypes.c_void_p()
+    nvrtc, program = libnvrtc(), ctypes.c_void_p()
     texts = [text.encode() for text in HEADERS.values()]
     names = [header.encode() for header in HEADERS]
     count = len(HEADERS)
@@ -105,16 +105,16 @@ def compile_source(name: str, source: str, options: Sequence[str], arch: str) ->
 
 def _take(program: ctypes.c_void_p, size_function: str, function: str) -> bytes:
     size = ctypes.c_size_t()
-    _check(library()[size_function](program, ctypes.byref(size)))
+    _check(libnvrtc()[size_function](program, ctypes.byref(size)))
     data = ctypes.create_string_buffer(size.value)
-    _check(library()[function](program, data))
+    _check(libnvrtc()[function](program, data))
     return data.raw
 
 
 def _check(status: int) -> None:
     if status == 0:
         return
-    text = library().nvrtcGetErrorString
+    text = libnvrtc().nvrtcGetErrorString
     text.restype = ctypes.c_char_p
     raise RuntimeError(f"NVRTC: {text(status).decode()}")
 

@@ -20,7 +20,7 @@ from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.device import Device
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel, Launcher
 from voltapile.kernels.cuda.loader import Loader
-from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, FUSED_FROM, LIBRARY_FROM, Policy
+from voltapile.kernels.cuda.matmul import CUBLAS_FROM, EVERY_ROW_ALONE, FUSED_FROM, Policy
 from voltapile.kernels.cuda.memory import Blocks, Constants, Courier, Ring, Scratch, Uploader
 from voltapile.kernels.cuda.pinning import Pinned
 from voltapile.kernels.cuda.positions import CudaPositions
@@ -67,7 +67,7 @@ class CudaOps(CudaPositions, CudaCollectives):
         found = choices or {}
         self._policy = Policy(
             fused_from=int(found.get("fused_from", FUSED_FROM)),
-            library_from=int(found.get("library_from", LIBRARY_FROM)),
+            cublas_from=int(found.get("cublas_from", CUBLAS_FROM)),
         )
         self._step = (-1, 0)  # tokens of the step that began, and how many of them are generated
         self._scratch = Scratch(self.device, scratch_bytes)

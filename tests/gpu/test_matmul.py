@@ -24,7 +24,7 @@ TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64, 130)
 WAYS = {
     "rows": EVERY_ROW_ALONE,
     "fused": Policy(fused_from=1),
-    "library": Policy(library_from=1),
+    "library": Policy(cublas_from=1),
 }
 
 

@@ -18,9 +18,9 @@ from voltapile.shm import numa
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    numa.library.cache_clear()
+    numa.libnuma.cache_clear()
     yield
-    numa.library.cache_clear()
+    numa.libnuma.cache_clear()
 
 
 def test_missing_library_is_said_once(
@@ -35,7 +35,7 @@ def test_missing_library_is_said_once(
 
 
 def test_place_on_the_node_that_every_machine_has() -> None:
-    if numa.library() is None:
+    if numa.libnuma() is None:
         pytest.skip("no libnuma here")
     memory = mmap.mmap(-1, 1 << 16)
     address = np.frombuffer(memory, np.uint8).ctypes.data
@@ -82,7 +82,7 @@ def test_nothing_spills_over_to_the_memory_of_gpus(
     nodes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = FakeLibrary()
-    monkeypatch.setattr(numa, "library", lambda: library)
+    monkeypatch.setattr(numa, "libnuma", lambda: library)
     assert numa.keep_near(8)
     assert numa.keep_near(4)
     assert library.policies == [(numa.MPOL_BIND, [0, 8])] * 2
@@ -90,7 +90,7 @@ def test_nothing_spills_over_to_the_memory_of_gpus(
 
 def test_a_node_is_preferred_if_it_has_memory(nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeLibrary()
-    monkeypatch.setattr(numa, "library", lambda: library)
+    monkeypatch.setattr(numa, "libnuma", lambda: library)
     (nodes / "has_memory").write_text("0,8\n")
     assert numa.keep_near(8)
     assert not numa.keep_near(4)
@@ -100,7 +100,7 @@ def test_a_node_is_preferred_if_it_has_memory(nodes: Path, monkeypatch: pytest.M
 def test_a_container_that_forbids_it(
     nodes: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(numa, "library", lambda: FakeLibrary(-1))
+    monkeypatch.setattr(numa, "libnuma", lambda: FakeLibrary(-1))
     with caplog.at_level(logging.INFO):
         assert not numa.keep_near(8)
         assert not numa.place(0, 4096, [0, 8])

@@ -109,7 +109,7 @@ def test_peers() -> None:
 def test_placing(
     monkeypatch: pytest.MonkeyPatch, library: Any, can: bool, level: str, part: str
 ) -> None:
-    monkeypatch.setattr(doctor.numa, "library", lambda: library)
+    monkeypatch.setattr(doctor.numa, "libnuma", lambda: library)
     monkeypatch.setattr(doctor.numa, "place", lambda *args: can)
     other = MemoryNode(id=255, memory_bytes=GIB, free_bytes=0, is_gpu=True)
     machine = msgspec.structs.replace(MACHINE, memory_nodes=[other])

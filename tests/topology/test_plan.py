@@ -295,7 +295,7 @@ def test_a_window_group_has_its_own_pool(laptop: Machine) -> None:
 # --- a GPU --------------------------------------------------------------------------------------
 
 IN_VRAM = msgspec.structs.replace(
-    BACKEND, name="cuda", in_vram=True, workspace_bytes=1 << 20, choices={"library_from": "96"}
+    BACKEND, name="cuda", in_vram=True, workspace_bytes=1 << 20, choices={"cublas_from": "96"}
 )
 
 
@@ -311,7 +311,7 @@ def test_everything_lives_in_vram(gguf: Gguf, spec: Spec, laptop: Machine) -> No
     assert {each.tier for each in found.tensors.values()} == {"vram"}
     assert gguf.tensor_bytes < rank.memory["weights"] < gguf.tensor_bytes + (64 << 20)
     assert sum(rank.memory.values()) + MARGIN <= 2 << 30
-    assert found.choices["library_from"] == "96"
+    assert found.choices["cublas_from"] == "96"
 
 
 def test_what_does_not_fit_into_vram_is_told(gguf: Gguf, spec: Spec, laptop: Machine) -> None:

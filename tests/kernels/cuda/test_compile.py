@@ -16,7 +16,7 @@ GATHER = Instance("elementwise.cu", "gather")
 @pytest.fixture(autouse=True)
 def _needs_nvrtc() -> None:
     try:
-        nvrtc.library()
+        nvrtc.libnvrtc()
     except nvrtc.NvrtcMissingError as missing:
         pytest.skip(str(missing))
 

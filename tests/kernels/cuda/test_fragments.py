@@ -79,7 +79,7 @@ def many_rows(name: str, arch: int, folder: Path) -> None:
     raw, x = random_raw(name, 150, 512), activations(70, 512)
     weights = values_of(raw, name, 150)
     want = x.astype(np.float64) @ weights.T
-    for policy in (Policy(fused_from=1), Policy(generated=3, library_from=1)):
+    for policy in (Policy(fused_from=1), Policy(generated=3, cublas_from=1)):
         got = product(ops, raw, name, 150, x, policy)
         assert (np.abs(got - want) <= tolerance(x, weights, name, True)).all(), policy
 
@@ -112,7 +112,7 @@ def test_a_row_has_the_same_bits_in_any_company(arch: int, folder: Path) -> None
         beside = matmul.linears(ops, some, (other, weight, weight), (None, None, None))
         np.testing.assert_array_equal(ops.to_host(beside[1]), alone[-tokens:])
         np.testing.assert_array_equal(ops.to_host(beside[2]), alone[-tokens:])
-    generated = Policy(generated=5, library_from=1)
+    generated = Policy(generated=5, cublas_from=1)
     mixed = ops.to_host(matmul.linear(ops, ops.array(x), weight, policy=generated))
     np.testing.assert_array_equal(mixed[:5], alone[:5])
 
@@ -150,7 +150,7 @@ def test_matrices_of_two_formats_share_a_launch(folder: Path) -> None:
         assert (error <= tolerance(x, values, name)).all()
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy(library_from=1)], ids=["rows", "library"])
+@pytest.mark.parametrize("policy", [Policy(), Policy(cublas_from=1)], ids=["rows", "library"])
 @pytest.mark.parametrize("up_name", ["Q4_K", "Q6_K"])
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_glu(kind: str, up_name: str, policy: Policy, folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_bias_and_residual(folder: Path) -> None:
     np.testing.assert_array_equal(ops.to_host(total), start + (plain + bias))
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy(library_from=1)], ids=["rows", "library"])
+@pytest.mark.parametrize("policy", [Policy(), Policy(cublas_from=1)], ids=["rows", "library"])
 @pytest.mark.parametrize("outlier", [1e4, 1e10, 1e30])
 def test_outliers(outlier: float, policy: Policy, folder: Path) -> None:
     ops = ops_of(80, folder)
@@ -222,7 +222,7 @@ def test_float_columns_of_any_number(cols: int, folder: Path) -> None:
         ops = ops_of(arch, folder)
         raw, x = random_raw("F16", 9, cols), activations(6, cols)
         weights = values_of(raw, "F16", 9)
-        got = product(ops, raw, "F16", 9, x, Policy(library_from=1))  # which cannot take them
+        got = product(ops, raw, "F16", 9, x, Policy(cublas_from=1))  # which cannot take them
         error = np.abs(got - x.astype(np.float64) @ weights.T)
         assert (error <= tolerance(x, weights, "F16")).all()
 
