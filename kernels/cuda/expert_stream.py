@@ -19,12 +19,8 @@ from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 
 ARCH = 80  # from which on
 MOST_TOKENS = 4  # of a block
-# Bytes of a token's chunk in whole numbers: csrc/expert_block.cuh. They are not taken yet: right in
-# emulation and a little faster, but on the last card four tests failed whose names were lost, and
-# four tests of ops use them and no whole model did (docs/benchmarks.md, "Experts").
-WHOLE_BYTES = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 832, "Q5_1": 576}
-WHOLE_NUMBERS = False
-WHOLE = WHOLE_BYTES if WHOLE_NUMBERS else {}
+# Bytes of a token's chunk in whole numbers: csrc/expert_block.cuh.
+WHOLE = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 832, "Q5_1": 576}
 UP_WARPS, UP_DEPTH = 4, 4
 DOWN_WARPS, DOWN_DEPTH, PARTS_DEPTH = 8, 3, 2
 STRIP = 16  # tiles of 16 rows of a block of expert_parts
@@ -53,7 +49,7 @@ def _instance(
     function: str, pair: tuple[str, str], is_alone: bool, warps: int, depth: int
 ) -> Instance:
     defines = {"FORMAT": pair[0], "OTHER": pair[1], "WARPS": warps, "DEPTH": depth}
-    defines |= {"STRIP": STRIP, "TILES": 1, "MANY": 0, "WHOLE_NUMBERS": int(WHOLE_NUMBERS)}
+    defines |= {"STRIP": STRIP, "TILES": 1, "MANY": 0}
     defines |= {"ALONE": 1} if is_alone else {}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance(f"{function}.cu", function, named, is_exact=True, waits=True)

@@ -175,9 +175,9 @@ struct WholeBlock;
 template <class F>
 constexpr bool IS_K = Equal<F, formats::Q4_K>::value || Equal<F, formats::Q5_K>::value ||
                       Equal<F, formats::Q6_K>::value;
-// -D WHOLE_NUMBERS: 1 or 0, whether products are made here at all; see expert_stream.py.
+// Whether products are made here.
 template <class F>
-constexpr bool IS_WHOLE = WHOLE_NUMBERS && (IS_K<F> || Equal<F, formats::Q5_1>::value);
+constexpr bool IS_WHOLE = IS_K<F> || Equal<F, formats::Q5_1>::value;
 
 // Q4_K and, with a FIFTH bit, Q5_K. CODES: where a block's lower bits begin.
 template <int CODES, bool FIFTH>
