@@ -91,6 +91,7 @@ class StepOutput:
     places, and rows whose slot does not want any, hold id -1 and 0.
     """
 
+    codes: Array  # int32[2, R]: the next two together, for one copy
     tokens: Array  # int32[R]; -1 where finish is DONE_BEFORE or NOT_FINITE
     finish: Array  # int32[R] codes above
     logprob_ids: Array  # int32[R, 1 + MAX_LOGPROBS]
@@ -357,10 +358,11 @@ def slot_state(ops: Ops, slots: int, context: int, vocab: int = 1024) -> SlotSta
 
 
 def step_output(ops: Ops, rows: int) -> StepOutput:
-    width = 1 + MAX_LOGPROBS
+    width, codes = 1 + MAX_LOGPROBS, ops.zeros((2, rows), np.int32)
     return StepOutput(
-        tokens=ops.zeros((rows,), np.int32),
-        finish=ops.zeros((rows,), np.int32),
+        codes=codes,
+        tokens=codes[0],
+        finish=codes[1],
         logprob_ids=ops.zeros((rows, width), np.int32),
         logprobs=ops.zeros((rows, width), np.float32),
     )

@@ -262,6 +262,7 @@ class Engine:
         count = len(batch.outputs)
         if count and hidden is not None:
             out = StepOutput(
+                codes=self.out.codes,
                 tokens=self.out.tokens[:count],
                 finish=self.out.finish[:count],
                 logprob_ids=self.out.logprob_ids[:count],
@@ -276,20 +277,20 @@ class Engine:
         count = len(sampling)
         if not count:
             return []
-        arrays = [self.out.tokens[:count], self.out.finish[:count]]
+        arrays = [self.out.codes]  # a copy of all costs less than two of some
         if any(want.logprobs >= 0 for want in wants):
             arrays += [self.out.logprob_ids[:count], self.out.logprobs[:count]]
         return arrays
 
     def _answers(self, pending: Pending, found: list[np.ndarray]) -> list[Sampled]:
-        tokens, finish = found[0].tolist(), found[1].tolist()
+        tokens, finish = found[0].tolist()
         answers = []
         for i, row in enumerate(pending.sampling):
             answer = Sampled(slot=row.slot, finish=FINISH_NAMES[finish[i]])
             if tokens[i] >= 0:
                 answer.tokens = [tokens[i]]
                 if pending.wants[i].logprobs >= 0:
-                    pairs = zip(found[2][i].tolist(), found[3][i].tolist(), strict=True)
+                    pairs = zip(found[1][i].tolist(), found[2][i].tolist(), strict=True)
                     answer.logprobs = [[pair for pair in pairs if pair[0] >= 0]]
             if finish[i] == NOT_FINITE:
                 answer.error = self._explain(row, pending.uses[i])
