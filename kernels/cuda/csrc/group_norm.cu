@@ -1,9 +1,9 @@
 // The sum that ends a part of a layer, and the norm that begins the next one: a block for each row
-// gathers its row's packs, keeps the row in shared memory, and norms it there. The norm adds up in
-// the order of norm.cu, with as many threads, so that both give the same bits.
-#include "block.cuh"
+// gathers its row's packs, keeps the row in shared memory, and norms it there, with the bits of
+// norm.cu (norm_row.cuh).
 #include "grid.cuh"
 #include "group.cuh"
+#include "norm_row.cuh"
 
 extern __shared__ __align__(16) unsigned char shared[];
 
@@ -87,7 +87,7 @@ using namespace voltapile;
 extern "C" __global__ void __launch_bounds__(1024, 1)
 group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,
                float eps, int units, int rank, int ranks) {
-  __shared__ float scratch[32];
+  __shared__ float scratch[64];
   float* row = reinterpret_cast<float*>(shared);
   const float4* w4 = reinterpret_cast<const float4*>(weight);
   const int count = n / 4;
@@ -99,21 +99,27 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   const float4* row4 = reinterpret_cast<const float4*>(row);
   float4* out4 = reinterpret_cast<float4*>(out + begin);
   float4 v[HELD], w[HELD];
-  float sum = 0.0f;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const int runs = (n + RUN - 1) / RUN;
+  const int first = RUN / 4 * warp + 2 * lane, step = RUN / 4 * warps;  // in float4
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
-    const int at = i * blockDim.x + threadIdx.x;
+    const int at = first + i / 2 * step + i % 2;
     v[i] = at < count ? row4[at] : zeros();
     w[i] = at < count ? w4[at] : zeros();
-    sum += (v[i].x * v[i].x + v[i].y * v[i].y) + (v[i].z * v[i].z + v[i].w * v[i].w);
   }
-  sum = block_join(sum, scratch, Add());
-  const float norm = 1.0f / sqrtf(sum / n + eps);
+#pragma unroll
+  for (int i = 0; i < HELD; i += 2) {
+    const float sum = warp_join(squares_of(v[i], v[i + 1]), Add());
+    const int run = warp + i / 2 * warps;
+    if (lane == 0 && run < runs) scratch[run] = sum;
+  }
+  __syncthreads();
+  const float norm = norm_factor(scratch, runs, 1.0f / n, eps, lane);
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
-    const int at = i * blockDim.x + threadIdx.x;
+    const int at = first + i / 2 * step + i % 2;
     if (at >= count) break;
-    out4[at] = make_float4(v[i].x * norm * w[i].x, v[i].y * norm * w[i].y,
-                           v[i].z * norm * w[i].z, v[i].w * norm * w[i].w);
+    out4[at] = scaled(scaled(v[i], w[i]), norm);
   }
 }

@@ -1,0 +1,41 @@
+// How a row's root mean square norm adds up, wherever it is made: norm.cu, group_norm.cu and the
+// products that norm what they read (matmul_norm.cuh) give the same bits.
+//
+// Columns are cut to runs of 256; of a run, lane l has the eight from 8 l on. Multiply-adds are
+// written out, so that no compiler's choice changes a bit.
+#pragma once
+#include "block.cuh"
+
+namespace voltapile {
+
+constexpr int RUN = 256;
+
+// Of a lane's eight columns.
+__device__ __forceinline__ float squares_of(float4 a, float4 b) {
+  const float first = fmaf(a.w, a.w, fmaf(a.z, a.z, fmaf(a.y, a.y, a.x * a.x)));
+  const float second = fmaf(b.w, b.w, fmaf(b.z, b.z, fmaf(b.y, b.y, b.x * b.x)));
+  return first + second;
+}
+
+// What columns times their weights are multiplied by; sums: of the runs. Every lane gets it.
+__device__ __forceinline__ float norm_factor(const float* sums, int runs, float inverse, float eps,
+                                             int lane) {
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int run = lane; run < runs; run += 32) sum += sums[run];
+  const float mean = fmaf(warp_join(sum, Add()), inverse, eps);
+#ifdef VP_EMULATION
+  return 1.0f / sqrtf(mean);
+#else
+  return rsqrtf(mean);
+#endif
+}
+
+__device__ __forceinline__ float4 scaled(float4 v, float4 w) {
+  return {v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w};
+}
+__device__ __forceinline__ float4 scaled(float4 v, float factor) {
+  return {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
+}
+
+}  // namespace voltapile
