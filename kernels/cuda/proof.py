@@ -34,6 +34,7 @@ class Prover(Launcher, Protocol):
 
     device: Any  # a Device
 
+    def prepare(self, run: Callable[[], None]) -> None: ...
     def to_host(self, x: Any) -> np.ndarray: ...
 
 
@@ -101,7 +102,10 @@ def read(ops: Prover, address: int, nbytes: int) -> float:
 
 def norm_pays(ops: Prover, links: Links, group: Group) -> bool:
     """Whether a sum together with the norm behind it is faster than one after the other, here and
-    on all ranks. Measured inside a recorded step, where it will be; both give the same bits."""
+    on all ranks. Measured inside a recorded step, where it will be; both give the same bits.
+
+    Loading and recording wait for what runs on the GPU, and other ranks' kernels there may wait for
+    this one: so all of it is done before anybody launches, and nothing is freed before all end."""
     shape = 1, NORM_WIDTH
     if not can_norm(links, shape):
         return False
@@ -119,21 +123,32 @@ def norm_pays(ops: Prover, links: Links, group: Group) -> bool:
             with ops.scope():
                 rms_norm(ops, x, weight, EPS)
 
-        is_faster = _seconds(ops, together) < _seconds(ops, apart)
+        def loaded() -> None:
+            together()
+            apart()
+
+        ops.prepare(loaded)
+        both = _recorded(ops, together), _recorded(ops, apart)
+        ops.device.synchronize()
+        group.exchange(b"")
+        one, two = (_seconds(ops, recorded) for recorded in both)
     links.check()
-    return all(answer[0] for answer in group.exchange(bytes([is_faster])))
+    return all(answer[0] for answer in group.exchange(bytes([one < two])))
 
 
-def _seconds(ops: Prover, call: Callable[[], None]) -> float:
-    device = ops.device
-    call()  # loads
-    with device.capture() as recorded:
+def _recorded(ops: Prover, call: Callable[[], None]) -> Any:
+    with ops.device.capture() as recorded:
         for _ in range(NORM_CALLS):
             call()
-    device.replay(recorded[0])
+    return recorded[0]
+
+
+def _seconds(ops: Prover, recorded: Any) -> float:
+    device = ops.device
+    device.replay(recorded)
     began = device.event()
     for _ in range(REPEATS):
-        device.replay(recorded[0])
+        device.replay(recorded)
     return float(device.seconds_between(began, device.event()))
 
 

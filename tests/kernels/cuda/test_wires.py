@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from voltapile.kernels.cuda import group as launchers
 from voltapile.kernels.cuda import proof
-from voltapile.kernels.cuda.links import ROOM, Links
+from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.cuda.links import ROOM, Islands, Links
 from voltapile.kernels.cuda.rows import NORM_ROWS
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
@@ -157,6 +158,7 @@ def opened(
         ops: Any = emulated
         ops.device = HostDevice(memory, rank, set(broken), set(deaf))
         ops.device.failure = fake_cupy.CUDARuntimeError
+        ops.prepare = lambda run: None  # all is compiled
         links = wires.open_links(ops, group)
         record = record_at(links)
         narrow = [other for other in range(RANKS) if record["peers"][other]["is_narrow"]]
@@ -257,6 +259,64 @@ def opened_with_lost_mail(opened: Opened, wires: Any, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(wires, "_mailboxes", elsewhere)
     return opened(islands=[0, 1, 0, 1])
+
+
+class Recorder(EmulatedOps):
+    """Writes down what is done where kernels of other ranks may wait for it; `device` too."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.device: Any = self
+        self.is_rehearsing = False
+
+    def scratch(self, shape: Sequence[int], dtype: Any = np.float32) -> DeviceArray:
+        return DeviceArray(256, tuple(shape), dtype)
+
+    def clear(self, ptr: int, nbytes: int) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def prepare(self, run: Callable[[], None]) -> None:
+        self.is_rehearsing = True
+        run()
+        self.is_rehearsing = False
+
+    def kernel(self, instance: Any) -> Callable[..., None]:
+        self.log.append(f"{'load' if self.is_rehearsing else 'record'} {instance.function}")
+        return lambda *_: None
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[list[Any]]:
+        yield ["graph"]
+
+    def replay(self, graph: Any) -> None:
+        self.log.append("replay")
+
+    def event(self) -> float:
+        return 0.0
+
+    def seconds_between(self, first: float, last: float) -> float:
+        return 1.0
+
+
+def test_ranks_meet_between_what_loads_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All may be in one process on one GPU, where to load is to wait for what runs."""
+    monkeypatch.setattr(proof, "NORM_CALLS", 1)
+    ops: Any = Recorder()
+
+    def exchange(data: bytes) -> list[bytes]:
+        ops.log.append("meet")
+        return [data, data]
+
+    group: Any = SimpleNamespace(exchange=exchange)
+    links = Links(1, 0, 2, Islands(((0, 1),)), np.zeros(2, np.uint32))
+    assert not proof.norm_pays(ops, links, group)
+    kernels = ["group_sum_norm", "group_sum", "rms_norm_rows"]
+    before = [f"{what} {kernel}" for what in ("load", "record") for kernel in kernels]
+    replays = ["replay"] * 2 * (1 + proof.REPEATS)
+    assert ops.log == [*before, "synchronize", "meet", *replays, "meet"]
 
 
 def test_nodes_with_cpus_and_memory(tmp_path: Path) -> None:
