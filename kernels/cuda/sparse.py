@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.cuda.attention import LOG2E
+from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.pages import KINDS, PAGE_TOKENS, CudaKv
 from voltapile.kernels.families import INDEX_RING
@@ -24,6 +25,7 @@ def _index(function: str) -> Instance:
 POOL, RING, SCORES, CHOOSE = (
     _index(f"index_{name}") for name in ("pool", "ring", "scores", "choose")
 )
+TILED = Instance("sparse_scores.cu", "index_scores_tiled", waits=True)
 DIMS, ANY = (64, 128, 256), 3  # of heads in shared memory; a cache of any type
 
 
@@ -36,10 +38,12 @@ ATTEND = {
     (dim, kind): _attended("attend_to", dim, kind) for dim in DIMS for kind in (KINDS["f16"], ANY)
 }
 JOIN = _attended("join_attended", DIMS[0], KINDS["f16"])
-INSTANCES = [POOL, RING, SCORES, CHOOSE, *ATTEND.values(), JOIN]
+INSTANCES = [POOL, RING, SCORES, TILED, CHOOSE, *ATTEND.values(), JOIN]
 
 SCORES_BYTES = 48 << 20  # of some tokens against all blocks
 WIDEST_KEY = 256
+# Of index_scores_tiled: keys of a warp at once, how often, warps at most, tokens from sm_80 on.
+KEYS, ROUNDS, MOST_WARPS, TOKENS = 16, 4, 16, 32
 STEP, WARPS, ROWS = 16, 4, 16  # of attend_to: positions and warps, and query heads of a block
 AT_ONCE = 8  # pieces of a row that join_attended has on their way
 PIECE = STEP * WARPS  # positions of a block where several have a token
@@ -132,32 +136,57 @@ def choose_blocks(
     assert q.shape == (tokens, heads * dim), (q, heads, dim)
     most = table.shape[1] * PAGE_TOKENS // block
     blocks, counts = ops.scratch((tokens, chosen), np.int32), ops.scratch((tokens,), np.int32)
-    step = max(1, min(MAX_TOKENS, SCORES_BYTES // (4 * most)))
-    for start in range(0, tokens, step):
-        stop = min(tokens, start + step)
-        slots, positions = batch.slots[start:stop], batch.positions[start:stop]
-        with ops.scope():
-            scores = ops.scratch((stop - start, most))
-            sizes = heads, dim, cache.shift, table.shape[1], len(cache.ring)
-            if most > chosen:
-                ops.kernel(SCORES)(
-                    (_groups(most, 128), stop - start),
-                    128,
+    step, generated = max(1, min(MAX_TOKENS, SCORES_BYTES // (4 * most))), batch.generated
+    for first, last in (0, generated), (generated, tokens):
+        for start in range(first, min(last, tokens), step):
+            part = slice(start, min(last, tokens, start + step))
+            where, own_counts = (batch.slots[part], batch.positions[part]), counts[part]
+            with ops.scope():
+                scores = ops.scratch((len(own_counts), most))
+                if most > chosen:
+                    score(ops, q[part], cache, table, where, scores, chosen, start >= generated)
+                ops.kernel(CHOOSE)(
+                    (len(own_counts),),
+                    256,
                     (
-                        *_pointers(q[start:stop], cache.pooled, table, slots, positions, scores),
-                        *map(np.int32, (*sizes, most, chosen)),
+                        *_pointers(scores, where[1], blocks[part], own_counts),
+                        *map(np.int32, (cache.shift, most, chosen)),
                     ),
-                    shared=4 * heads * dim,
                 )
-            ops.kernel(CHOOSE)(
-                (stop - start,),
-                256,
-                (
-                    *_pointers(scores, positions, blocks[start:stop], counts[start:stop]),
-                    *map(np.int32, (cache.shift, most, chosen)),
-                ),
-            )
     return Chosen(blocks, counts, block)
+
+
+def score(
+    ops: Launcher,
+    q: DeviceArray,
+    cache: IndexCache,
+    table: DeviceArray,
+    where: tuple[DeviceArray, DeviceArray],
+    scores: DeviceArray,
+    chosen: int,
+    is_prompt: bool,
+) -> None:
+    """scores [T, blocks] of tokens that see more than `chosen` of them.
+
+    where: slots, positions. is_prompt: a score's bits depend on this, and on no other token.
+    """
+    (tokens, most), dim = scores.shape, cache.ring.shape[2]
+    heads, together = q.shape[1] // dim, TOKENS if ops.arch >= 80 else TOKENS // 2
+    row = 2 * (2 * dim + 8)  # bytes: two halves for each float
+    warps = min(MOST_WARPS, (max_shared(ops.arch) // row - heads * together) // KEYS)
+    arrays = _pointers(q, cache.pooled, table, *where, scores)
+    sizes = heads, dim, cache.shift, table.shape[1], len(cache.ring), most, chosen
+    if is_prompt and warps > 0 and dim % 16 == 0:
+        ops.kernel(TILED)(
+            (_groups(most, ROUNDS * KEYS * warps), _groups(tokens, together)),
+            32 * warps,
+            (*arrays, *map(np.int32, (tokens, *sizes))),
+            shared=row * (heads * together + KEYS * warps),
+        )
+        return
+    ops.kernel(SCORES)(
+        (_groups(most, 128), tokens), 128, (*arrays, *map(np.int32, sizes)), shared=4 * q.shape[1]
+    )
 
 
 @dataclass(frozen=True)

@@ -6,31 +6,13 @@
 // writes then.
 #include "block.cuh"
 #include "grid.cuh"
-#include "half.cuh"
+#include "sparse_pages.cuh"
 
 namespace voltapile {
 
 constexpr int RING = 16;
-constexpr int PAGE = 64;     // positions of a page
 constexpr int WIDEST = 256;  // key
 constexpr int DIGITS = 256;
-
-struct Pages {
-  const int* table;  // [slots][width]
-  int width, pages;
-
-  // -1 for none.
-  __device__ __forceinline__ int at(int slot, unsigned position) const {
-    const int index = position / PAGE;
-    const int page = index < width ? table[slot * width + index] : -1;
-    return page < pages ? page : -1;
-  }
-};
-
-// Where a key lies in its array, counted in floats: key `place` of a page that has `each` of them.
-__device__ __forceinline__ std::uint64_t key_of(int page, int each, int place, int dim) {
-  return static_cast<std::uint64_t>(static_cast<unsigned>(page * each + place)) * dim;
-}
 
 __device__ __forceinline__ int warp_sum(int x) {
 #if !defined(VP_EMULATION) && __CUDA_ARCH__ >= 800

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from voltapile.kernels.cuda import sparse
 from voltapile.kernels.cuda.pages import kv_cache
 from voltapile.kernels.families import INDEX_RING
 
@@ -57,6 +58,54 @@ def test_sparse_attention(ops: Any, kv: str, head: int) -> None:  # noqa: F811
         tolerance = 2e-3 if kv == "f16" else 2e-2  # queries and shares are halves
         np.testing.assert_allclose(ops.to_host(ours), right, atol=tolerance)
     assert INDEX_RING % block == 0
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "block"), [(32, 3, 4), pytest.param(128, 4, 4, marks=SLOW), (48, 2, 16)]
+)
+def test_scores_of_prompts(
+    ops: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    dim: int,
+    heads: int,
+    block: int,
+) -> None:
+    """Three slots, of which two meet in a tile, and more keys than a block of threads takes."""
+    monkeypatch.setattr(sparse, "MOST_WARPS", 2)
+    width, chosen = 20 if block == 4 else 75, 5
+    pages = np.random.default_rng(2).permutation(3 * width).reshape(3, width).astype(np.int32)
+    pages[1, 2] = -1  # not there: its keys count as zeros
+    cache = sparse.index_cache(ops, 3 * width, PAGE, dim, block)
+    pooled = 3 * normal(3, *cache.pooled.shape)
+    ops.upload(cache.pooled, pooled)
+    slots = [0] * 17 + [2] * 20 + [1] * 3
+    ends = (np.random.default_rng(4).random(len(slots)) * width * PAGE).astype(int)
+    ends[:3] = width * PAGE - 1, width * PAGE - 2, chosen * block - 1  # the last one: all
+    q, most = normal(5, len(slots), heads * dim), width * PAGE // block
+    batch = device(ops, batch_of(slots, ends.tolist()))
+
+    def scores_of(part: slice, is_prompt: bool) -> np.ndarray:
+        where, table = (batch.slots[part], batch.positions[part]), ops.array(pages)
+        found = ops.scratch((len(slots[part]), most))
+        sparse.score(ops, ops.array(q[part]), cache, table, where, found, chosen, is_prompt)
+        return ops.to_host(found)
+
+    every = slice(0, len(slots))
+    found, alike, later = (
+        scores_of(*each) for each in ((every, True), (every, False), (slice(9, 40), True))
+    )
+    per_page = PAGE // block
+    for t, (slot, end) in enumerate(zip(slots, ends, strict=True)):
+        whole = np.arange((end + 1) // block)
+        if len(whole) <= chosen:
+            continue
+        page = pages[slot, whole // per_page]
+        keys = np.where(page[:, None] < 0, 0, pooled[page, whole % per_page]).astype(np.float64)
+        right = np.maximum(q[t].reshape(heads, -1).astype(np.float64) @ keys.T, 0).sum(axis=0)
+        for own in found, alike:
+            np.testing.assert_allclose(own[t, : len(whole)], right, atol=2e-6 * np.abs(right).max())
+        if t >= 9:
+            np.testing.assert_array_equal(later[t - 9, : len(whole)], found[t, : len(whole)])
 
 
 def put(
