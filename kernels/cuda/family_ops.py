@@ -44,6 +44,11 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
         self._stages.append(stage)
         return FileTable(tuple(shape), rows * row, type_name, 0, row, stage=stage)
 
+    def close(self) -> None:
+        """End the threads that read a file; nothing is computed afterwards."""
+        for stage in self._stages:
+            stage.close()
+
     def read_rows(self, table: FileTable, numbers: DeviceArray) -> None:
         self._catch_up()
         if not self._loader.is_rehearsing:

@@ -59,6 +59,10 @@ class Stage:
         """Rows that will be read soon; returns at once."""
         self._ahead.submit(self._file.expect, np.ascontiguousarray(numbers, np.int64).reshape(-1))
 
+    def close(self) -> None:
+        """End the thread that asks ahead."""
+        self._ahead.shutdown()
+
     def check(self) -> None:
         """Raises OSError if a row could not be read."""
         if fault := self._file.fault:

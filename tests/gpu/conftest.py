@@ -52,6 +52,7 @@ def cuda_engine(ptx: Path | None, plan_for: Callable[..., Any]) -> Iterator[Call
             plan = plan_for(path, "cuda", **options)
             gguf = stack.enter_context(Gguf.open(path))
             ops = CudaFamilyOps(0, plan.ranks[0].memory["scratch"], ptx)
+            stack.callback(ops.close)
             engine = Engine(plan, ops, gguf)
             engine.load()
             return engine

@@ -122,5 +122,5 @@ def test_asking_ahead_does_not_wait(ops: EmulatedFamilies, tmp_path: Path) -> No
     table = ops.file_weight(str(tmp_path / "model"), BEFORE, "Q8_0", (ROWS, WIDTH))
     table.stage.expect(np.array([[1, -5], [2, ROWS]]))
     table.stage.expect(np.zeros((0, 4), np.int64))
-    table.stage._ahead.shutdown(wait=True)
+    table.stage.close()
     table.stage.check()
