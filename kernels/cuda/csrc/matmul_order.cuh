@@ -104,17 +104,13 @@ struct BlockTokens {
   }
   // The whole warp puts what it loaded to its place.
   __device__ __forceinline__ void put(int token, float4 a, float4 b, int lane) const {
-    float largest = fmaxf(largest_of(a), largest_of(b));
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1)
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    const float2 scale = scales_for(largest);
+    const float2 scale = scales_for(largest_of_warp(fmaxf(largest_of(a), largest_of(b))));
     Unit unit;
     const float low = pack_four<O::NATURAL>(a, scale.x, unit.r, nullptr);
     const float high = pack_four<O::NATURAL>(b, scale.x, unit.r + 2, nullptr);
     std::uint8_t* own = memory + token * PER_TOKEN;
     reinterpret_cast<uint4*>(own)[lane] = uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
-    if constexpr (O::SUMS) put_sums(own, low, high, lane);
+    if constexpr (O::SUMS) put_sums(own, unit, low, high, lane);
     if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale.y;
   }
   __device__ __forceinline__ void stage(const float* x, int tokens, int k, int column,
@@ -138,33 +134,38 @@ struct BlockTokens {
   }
 
  private:
-  // low, high: of this lane's two fours of columns.
-  static __device__ __forceinline__ void put_sums(std::uint8_t* own, float low, float high,
+#if VP_ARCH >= 800
+  // On the tensor core: of the columns of group lane / 4, which are this lane's and its neighbours',
+  // a matrix of one number makes the sum. Lane p has those of groups 2 p and 2 p + 1.
+  static __device__ __forceinline__ void put_sums(std::uint8_t* own, const Unit& unit, float, float,
                                                   int lane) {
-    int pair_of_groups;
-    if constexpr (IS_ASYNC) {  // both of group lane / 4
-      low += high;
-      low += __shfl_xor_sync(~0u, low, 1);
-      low += __shfl_xor_sync(~0u, low, 2);
-      high = __shfl_xor_sync(~0u, low, 4);
-      pair_of_groups = lane >> 3;
-      if ((lane & 7) != 0) return;
-    } else {
+    constexpr unsigned N = 0x24002400;  // 2^-6 twice
+    float sums[4] = {};
+    mma_16816(sums, N, N, N, N, unit.r[0], unit.r[1]);
+    mma_16816(sums, N, N, N, N, unit.r[2], unit.r[3]);
+    const uint2 pair = kept_sums(sums[0], sums[1]);
+    if (lane < 4) reinterpret_cast<uint2*>(own + SUMS)[lane] = pair;
+  }
+#else
+  // low, high: sums of this lane's two fours of columns.
+  static __device__ __forceinline__ void put_sums(std::uint8_t* own, const Unit&, float low,
+                                                  float high, int lane) {
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        const int step = i ? 2 << i : 1;
-        low += __shfl_xor_sync(~0u, low, step);
-        high += __shfl_xor_sync(~0u, high, step);
-      }
-      pair_of_groups = 2 * (lane >> 4) + (lane >> 1 & 1);
-      if ((lane & 13) != 0) return;
+    for (int i = 0; i < 3; ++i) {
+      const int step = i ? 2 << i : 1;
+      low += __shfl_xor_sync(~0u, low, step);
+      high += __shfl_xor_sync(~0u, high, step);
     }
-    low *= 0x1p-6f;
-    high *= 0x1p-6f;
+    if ((lane & 13) != 0) return;
+    reinterpret_cast<uint2*>(own + SUMS)[2 * (lane >> 4) + (lane >> 1 & 1)] =
+        kept_sums(low * 0x1p-6f, high * 0x1p-6f);
+  }
+#endif
+  // Two sums as halves, and what these leave times 2^11.
+  static __device__ __forceinline__ uint2 kept_sums(float low, float high) {
     const unsigned pair = half_pair(low, high);
     const float2 kept = half_values(pair);
-    reinterpret_cast<uint2*>(own + SUMS)[pair_of_groups] =
-        uint2{pair, half_pair((low - kept.x) * 2048.0f, (high - kept.y) * 2048.0f)};
+    return {pair, half_pair((low - kept.x) * 2048.0f, (high - kept.y) * 2048.0f)};
   }
 };
 

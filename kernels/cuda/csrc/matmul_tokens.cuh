@@ -20,6 +20,17 @@ __device__ __forceinline__ float largest_of(float4 v) {
   return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
 
+// The largest of all lanes' numbers, of which none is negative: as bits they have the same order.
+__device__ __forceinline__ float largest_of_warp(float x) {
+#if VP_ARCH >= 800 && !defined(VP_EMULATION)
+  return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
+#else
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+#endif
+}
+
 // 2^e <= largest < 2^(e + 1) gives 2^(14 - e) and its inverse; e is at least -100.
 __device__ __forceinline__ float2 scales_for(float largest) {
   const int e = max(static_cast<int>(__float_as_uint(largest) >> 23), 27);
@@ -78,9 +89,13 @@ struct Tokens {
       const float* row = x + static_cast<long long>(is_there ? token : 0) * k;
       const float4 a = four_columns(row, first, k), b = four_columns(row, first + 16, k);
       float largest = fmaxf(largest_of(a), largest_of(b));
+      if constexpr (LANES == 32) {
+        largest = largest_of_warp(largest);
+      } else {
 #pragma unroll
-      for (int step = LANES / 2; step > 0; step >>= 1)
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+        for (int step = LANES / 2; step > 0; step >>= 1)
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      }
       const float2 scale = scales_for(largest);
       Unit high, low;
       float sum_a = pack_four<C::NATURAL>(a, scale.x, high.r, C::X_PLANES > 1 ? low.r : nullptr);
