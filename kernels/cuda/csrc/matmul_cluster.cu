@@ -75,18 +75,14 @@ __device__ __forceinline__ void multiply_chunks(const Launch& all, const Memory<
   for (int n = task.from; n < task.to; ++n) {
     wait_for_chunk<0>(all.depth);
     __syncwarp();
-    float part[PASSES][Tile::VALUES];
-    multiply_any<F>(memory.ring, place * Raw::SIZE, memory.ring + all.depth * Raw::SIZE,
-                    weights + n * CLASSES * M::BYTES, Raw(fetch.row_bytes, 15, lane),
-                    memory.slot(n), Tile{lane}, part);
+    const std::uint8_t* first = weights + n * CLASSES * M::BYTES;
+    const Raw raw(fetch.row_bytes, 15, lane);
+    std::uint8_t* behind = memory.ring + all.depth * Raw::SIZE;
+    add_chunk<F>(memory.ring, place * Raw::SIZE, behind, first, raw, memory.slot(n), Tile{lane},
+                 total);
     __syncwarp();  // what was read may be overwritten
     fetch.begin(memory.ring + place * Raw::SIZE, memory.table, lane);
     place = place + 1 < all.depth ? place + 1 : 0;
-#pragma unroll
-    for (int i = 0; i < PASSES * Tile::VALUES; ++i) {
-      const int pass = i / Tile::VALUES, e = i % Tile::VALUES;
-      total[pass][e] = total[pass][e] + part[pass][e];
-    }
   }
 }
 
@@ -100,8 +96,7 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, unsigned mask,
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int row_bytes = all.k / F::length * F::bytes, chunks = all.k / M::COLUMNS;
   const int most = (chunks + CLASSES - 1) / CLASSES;
-  const Work work{begin, end, (chunks - all.rank + CLASSES - 1) / CLASSES,
-                  most, warp};
+  const Work work(begin, end, (chunks - all.rank + CLASSES - 1) / CLASSES, most, warp);
   const Memory<F> memory(all, shared, warp);
 
   Fetch<F> fetch(all, work, mask, row_bytes);
@@ -110,7 +105,7 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, unsigned mask,
   if (lane < all.boxes) {
     Bell* bell = memory.bells + lane * CREW + warp;
     make_bell(bell);
-    if (lane < work.rounds() && work.task(lane).is_in) expect(bell, LETTER * sizeof(float2));
+    if (lane < work.rounds && work.task(lane).is_in) expect(bell, LETTER * sizeof(float2));
   }
   cluster_arrive();
   grid_wait();
@@ -119,9 +114,9 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, unsigned mask,
   cluster_wait();  // all blocks have begun
 
   int place = 0;
-  for (int round = 0; round <= work.rounds(); ++round) {
+  for (int round = 0; round <= work.rounds; ++round) {
     float total[PASSES][Tile::VALUES] = {};
-    const bool is_over = round == work.rounds();
+    const bool is_over = round == work.rounds;
     const Work::Task task = work.task(round);
     if (task.is_in) multiply_chunks(all, memory, mask, task, fetch, place, lane, total);
     if (round > 0) {

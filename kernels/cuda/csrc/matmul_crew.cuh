@@ -2,7 +2,7 @@
 // and the block's shared memory. -D as there.
 #pragma once
 #include "cluster.cuh"
-#include "matmul_chunk.cuh"
+#include "matmul_crowd.cuh"
 #include "matmul_epilogue.cuh"
 
 #if VP_ARCH >= 900
@@ -88,22 +88,25 @@ struct CrewMemory {
 // each with all `slots` chunks of the class. If so few are left for the last round that there is a
 // warp for each of their chunks (`most`, in any class), warps take a chunk each.
 struct Work {
-  int begin, end, slots, most, warp;
+  int begin, end, slots, warp, rounds;
+  int parts, mate, part;  // of the last round: of a tile, and which this warp takes of which
 
   struct Task {
     int tile, number, from, to, parts, part;  // number: of the tile in its round
     bool is_in;
   };
-  __device__ __forceinline__ int rounds() const { return (end - begin + CREW - 1) / CREW; }
-  __device__ __forceinline__ bool shares(int round) const {
-    const int left = end - begin - round * CREW;
-    return left < CREW && left * most <= CREW;
+  __device__ __forceinline__ Work(int begin, int end, int slots, int most, int warp)
+      : begin(begin), end(end), slots(slots), warp(warp), rounds((end - begin + CREW - 1) / CREW) {
+    const int left = end - begin - (rounds - 1) * CREW;
+    parts = left < CREW && left * most <= CREW ? most : 1;
+    mate = warp / parts, part = warp - mate * parts;
   }
+  __device__ __forceinline__ bool shares(int round) const { return parts > 1 && is_last(round); }
+  __device__ __forceinline__ bool is_last(int round) const { return round == rounds - 1; }
   __device__ __forceinline__ Task task(int round) const {
     const int first = begin + round * CREW;
     if (!shares(round)) return {first + warp, warp, 0, slots, 1, 0, first + warp < end};
-    const int mate = warp / most, part = warp % most;
-    return {first + mate, mate, part, min(part + 1, slots), most, part, first + mate < end};
+    return {first + mate, mate, part, min(part + 1, slots), parts, part, first + mate < end};
   }
 };
 
@@ -138,7 +141,7 @@ struct Fetch {
  private:
   __device__ __forceinline__ void find() {
     left = 0;
-    if (round >= work.rounds()) return;
+    if (round >= work.rounds) return;
     const Work::Task task = work.task(round);
     if (!task.is_in) return;
     left = task.to - task.from;

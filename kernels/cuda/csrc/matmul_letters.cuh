@@ -50,41 +50,39 @@ struct Finish {
   // letter: what all classes have sent of a tile; its parts lie behind each other.
   __device__ __forceinline__ float2 sum_of(const float2* letter, int parts) const {
     letter += pair_at(0, 0, own, pair);
-    float2 sum{0, 0};
-    if (parts == 1) {
+    float2 whole[CLASSES], sum{0, 0};
 #pragma unroll
-      for (int which = 0; which < CLASSES; ++which) add(sum, letter[pair_at(0, which, 0, 0)]);
-    } else {
+    for (int which = 0; which < CLASSES; ++which) whole[which] = letter[pair_at(0, which, 0, 0)];
 #pragma unroll 1
-      for (int which = 0; which < CLASSES; ++which) {
-        float2 whole{0, 0};
-        for (int n = 0; n < parts; ++n) add(whole, letter[pair_at(n, which, 0, 0)]);
-        add(sum, whole);
-      }
-    }
+    for (int n = 1; n < parts; ++n)
+#pragma unroll
+      for (int which = 0; which < CLASSES; ++which)
+        add(whole[which], letter[pair_at(n, which, 0, 0)]);
+#pragma unroll
+    for (int which = 0; which < CLASSES; ++which) add(sum, whole[which]);
     return sum;
   }
   static __device__ __forceinline__ void add(float2& sum, float2 part) {
     sum.x += part.x;
     sum.y += part.y;
   }
-  __device__ __forceinline__ void write(const float2* own_letter, const float2* up_letter,
-                                        int parts) const {
+  // letter: of this tile, or of a gate, and behind it its up's.
+  __device__ __forceinline__ void write(const float2* letter, int parts) const {
     if (!is_there[0] && !is_there[1]) return;
-    const float2 sums = sum_of(own_letter, parts);
-    const float2 ups = all.is_glu() ? sum_of(up_letter, parts) : sums;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (!is_there[i]) continue;
-      float value = i ? sums.y : sums.x;
-      if (bias != nullptr) value += bias[row + 8 * i];
-      if (all.is_glu()) {
-        float up = i ? ups.y : ups.x;
-        if (up_bias != nullptr) up += up_bias[row + 8 * i];
-        value = activated(value, all.kind) * up;
-      }
-      out[8 * i] = all.kind == ADD ? before[i] + value : value;
+    float2 value{0, 0}, gate;
+#pragma unroll 1
+    for (int half = 0; half <= all.is_glu(); ++half) {  // one path for a gate and its up
+      gate = value;
+      value = sum_of(letter + half * parts * LETTER, parts);
+      const float* add_to = half ? up_bias : bias;
+      if (add_to != nullptr) add(value, {add_to[row], add_to[row + 8]});
     }
+    if (all.is_glu()) {  // of which this lane has one
+      const float slope = is_there[0] ? gate.x : gate.y, up = is_there[0] ? value.x : value.y;
+      value.x = value.y = activated(slope, all.kind) * up;
+    }
+    if (is_there[0]) out[0] = all.kind == ADD ? before[0] + value.x : value.x;
+    if (is_there[1]) out[8] = all.kind == ADD ? before[1] + value.y : value.y;
   }
 };
 
@@ -103,11 +101,10 @@ __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
     const int mates = all.is_glu() ? 2 : 1, first = (task.number & -mates) * task.parts;
 #pragma unroll 1
     for (int n = 0; n < mates * task.parts; ++n) await(bells + first + n, ~uses & 1);
-    const float2* letter = memory.boxes + box * BOX + first * LETTER;
-    finish.write(letter, letter + task.parts * LETTER, task.parts);
+    finish.write(memory.boxes + box * BOX + first * LETTER, task.parts);
   }
   const int next = round + all.boxes;
-  if (lane == 0 && next < work.rounds() && work.task(next).is_in)
+  if (lane == 0 && next < work.rounds && work.task(next).is_in)
     expect(bells + work.warp, LETTER * sizeof(float2));
   __syncwarp();
 }
