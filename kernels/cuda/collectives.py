@@ -1,21 +1,24 @@
-"""The part of CudaOps that concerns other ranks: what is launched at once, and what late.
+"""The part of CudaOps that is about norms and other ranks: what is launched at once, and what late.
 
 A sum over ranks can do more in its pass over memory than add: finish the product before it, and
 norm its rows for the product behind it. So models need not say so, both wait here until the next
-call of Ops shows what they can be joined with. Knows neither cupy nor processes.
+call of Ops shows what they can be joined with; a norm without such a sum may still be its reader's
+(norms.py). Knows neither cupy nor processes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.cuda import gemm, group
+from voltapile.kernels.cuda import gemm, group, rows
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.links import Links
 from voltapile.kernels.cuda.matmul import PLAIN
-from voltapile.kernels.ops import Arrival
+from voltapile.kernels.cuda.norms import LateNorms
+from voltapile.kernels.ops import Arrival, Weight
 
 
 class Watched:
@@ -70,11 +73,31 @@ class CudaCollectives:
     _unfinished: Unfinished | None = None
     _late: Late | None = None
 
+    @functools.cached_property
+    def _norms(self) -> LateNorms:
+        return LateNorms()
+
+    def rms_norm(
+        self, x: DeviceArray, weight: Weight, eps: float, add_to: DeviceArray | None = None
+    ) -> DeviceArray:
+        assert isinstance(weight, CudaWeight)
+        self._changes(add_to)
+        if add_to is not None:
+            return rows.rms_norm(self._launcher(), x, weight, eps, add_to)
+        normed = self._norm_late(x, weight, eps)
+        return self._norms.norm(self._launcher(), x, weight, eps) if normed is None else normed
+
+    def _changes(self, x: DeviceArray | None) -> None:
+        """Before something is added to x."""
+        if x is not None:
+            self._norms.change(x)
+
     def all_reduce(
         self, part: DeviceArray | None, shape: tuple[int, int], add_to: DeviceArray | None = None
     ) -> DeviceArray:
         assert part is None or part.shape == shape, (part, shape)
         assert add_to is None or add_to.shape == shape, (add_to, shape)
+        self._changes(add_to)
         ops, links = self._launcher(), self._links
         if links is None and part is not None and add_to is None:
             return part

@@ -10,12 +10,13 @@ neither cupy nor models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from voltapile.kernels.cuda import clusters, gemm, stream, wide
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.norms import late_norm
 
 PLAIN, ADD, SILU, GELU = range(4)
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU}
@@ -174,7 +175,8 @@ def _multiply(
     weights = [product.weight for product in products]
     if way == "rows" or not gemm.fits(weights, columns, way == "fused"):
         alone = tokens
-    _rows(ops, x[:alone], _first_rows(products, 0, alone), epilogue)
+    first = x if alone == tokens else x[:alone]
+    _rows(ops, first, _first_rows(products, 0, alone), epilogue)
     if alone < tokens:
         with ops.scope():
             many = _first_rows(products, alone, tokens)
@@ -283,15 +285,23 @@ def _launch(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: i
 
 def _stream(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
     """Whether it was a product for matmul_stream.cu; then it is launched."""
-    task = launch.task
-    deal = stream.deal(task) if ops.arch >= stream.ARCH else None
+    if ops.arch < stream.ARCH:
+        return False
+    task, norm = launch.task, late_norm(x)
+    if launch.epilogue == ADD:
+        norm = None  # what is added to may be what the norm is made of
+    deal = None if norm is None else stream.deal(replace(task, is_normed=True))
+    if deal is None:
+        norm, deal = None, stream.deal(task)
     if deal is None:
         return False
     numbers = task.columns, task.tokens, launch.epilogue, launch.others, deal.first_other
+    read = x.ptr if norm is None else norm.x.ptr
+    gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
     ops.kernel(stream.STREAM[task.pair, deal.teams])(
         (deal.blocks,),
         32 * deal.teams * stream.WARPS,
-        (*launch.matrices, x.ptr, *map(np.int32, numbers)),
+        (*launch.matrices, read, *map(np.int32, numbers), gain, np.float32(eps)),
         shared=deal.shared,
     )
     return True

@@ -199,6 +199,7 @@ class CudaOps(CudaPositions, CudaCollectives):
 
     def reset_scratch(self) -> None:
         self._scratch.reset()
+        self._norms.forget()
         self._step = (-1, 0)
 
     def upload(self, target: DeviceArray, values: np.ndarray) -> None:
@@ -262,13 +263,6 @@ class CudaOps(CudaPositions, CudaCollectives):
     def embed(self, table: Weight, tokens: DeviceArray, scale: float = 1.0) -> DeviceArray:
         return rows.embed(self, _own(table), tokens, scale)
 
-    def rms_norm(
-        self, x: DeviceArray, weight: Weight, eps: float, add_to: DeviceArray | None = None
-    ) -> DeviceArray:
-        if add_to is None and (normed := self._norm_late(x, _own(weight), eps)) is not None:
-            return normed
-        return rows.rms_norm(self, x, _own(weight), eps, add_to)
-
     def softcap_(self, x: DeviceArray, cap: float) -> DeviceArray:
         return rows.softcap_(self, x, cap)
 
@@ -284,6 +278,7 @@ class CudaOps(CudaPositions, CudaCollectives):
             is_fused = policy.way(len(x)) == "fused"
             if (late := self._product_late(x, own, own_bias, is_fused)) is not None:
                 return late
+        self._changes(add_to)
         return matmul.linear(self, x, own, own_bias, add_to, policy)
 
     def linears(

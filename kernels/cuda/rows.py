@@ -58,25 +58,32 @@ def rms_norm(
     weight: CudaWeight,
     eps: float,
     add_to: DeviceArray | None = None,
+    out: DeviceArray | None = None,
 ) -> DeviceArray:
+    """out: where it goes, if there is a place for it."""
     n = weight.shape[0]
     assert x.shape[-1] % n == 0, (x.shape, weight.shape)
     assert add_to is None or add_to.shape == x.shape, (add_to, x)
-    out = ops.scratch(x.shape) if add_to is None else add_to
+    if out is None:
+        out = ops.scratch(x.shape) if add_to is None else add_to
     runs = x.size // n
     if runs == 0:
         return out
     numbers = np.int32(n), np.float32(eps), np.int32(add_to is not None)
     pointers = x.ptr, weight.ptr, out.ptr
+    kernel = ops.kernel(norm_instance(n))
     if n <= LONGEST_HEAD:
-        ops.kernel(NORM_HEADS)((_groups(runs, 4),), 128, (*pointers, *numbers, np.int32(runs)))
+        kernel((_groups(runs, 4),), 128, (*pointers, *numbers, np.int32(runs)))
     else:
         assert n <= LONGEST_ROW or n % 4, n
-        is_long = n > 8 * norm_threads(n)
-        ops.kernel(NORM_LONG if is_long else NORM_ROWS)(
-            (runs,), norm_threads(n), (*pointers, *numbers)
-        )
+        kernel((runs,), norm_threads(n), (*pointers, *numbers))
     return out
+
+
+def norm_instance(n: int) -> Instance:
+    if n <= LONGEST_HEAD:
+        return NORM_HEADS
+    return NORM_LONG if n > 8 * norm_threads(n) else NORM_ROWS
 
 
 def norm_threads(n: int) -> int:

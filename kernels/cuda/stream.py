@@ -16,6 +16,7 @@ from voltapile.kernels.cuda.launch import Instance
 
 ARCH = 80  # from which on
 WARPS, ROWS, TOKENS = 8, 16, 8
+NORMED = 8  # tokens that a product may norm itself: norms.py
 TEAMS = 2  # of WARPS warps, on a multiprocessor
 RESERVED = 1024  # bytes of shared memory that every block takes beside its own
 DEPTH = 2  # chunks of a warp that may be on their way at once; more measured no faster
@@ -55,6 +56,7 @@ class Task:
     is_glu: bool
     multiprocessors: int
     most_shared: int
+    is_normed: bool = False  # tokens are to be normed first
 
     @property
     def units(self) -> int:
@@ -101,14 +103,18 @@ def shared_bytes(chunk: Chunk, teams: int, columns: int, room: int, tiles: int) 
 
 @functools.lru_cache(maxsize=1024)
 def deal(task: Task) -> Deal | None:
-    """None if it does not fit: then the product is matmul_rows.cu's, with the same bits."""
+    """None if it does not fit: then the product is matmul_rows.cu's, with the same bits, and norms
+    are launches of their own."""
     pair, own, others = task.pair, task.units, task.others
     if pair not in PAIRS or task.tokens > TOKENS or not task.is_whole:
         return None
+    if task.is_normed and not all(CHUNKS[name].is_block for name in pair):
+        return None
+    gains = 4 * task.columns if task.is_normed else 0
     parts = {pair[0], pair[1]} if others else {pair[0]}
     for teams in (TEAMS, 1):
         sizes = teams, task.columns, task.tokens, task.tiles
-        shared = max(shared_bytes(CHUNKS[name], *sizes) for name in parts)
+        shared = max(shared_bytes(CHUNKS[name], *sizes) for name in parts) + gains
         fitting = min(TEAMS // teams, (task.most_shared + RESERVED) // (shared + RESERVED))
         blocks = min(task.multiprocessors * fitting, own + others)
         if (pair, teams) in STREAM and fitting and (blocks > 1 or not others):

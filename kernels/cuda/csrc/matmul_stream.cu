@@ -10,6 +10,7 @@
 // a block has, so that blocks of the next kernels find room beside it; TILES 1 and MANY 0.
 #include "grid.cuh"
 #include "matmul_ring.cuh"
+#include "norm_row.cuh"
 
 using namespace voltapile;
 
@@ -189,36 +190,101 @@ struct RowStarts {
   }
 };
 
+// What a token is normed with before it is multiplied, if anything. In shared memory: gain as it
+// lies, and sums of squares, [token][chunk].
+struct Norm {
+  const float* gain;  // or null
+  float eps, *gains, *sums;
+
+  // Of this warp's chunks; so early that it is there when it is needed.
+  __device__ __forceinline__ void ask(int chunk, int step, int chunks, int lane) const {
+#pragma unroll 1
+    for (; chunk < chunks; chunk += step)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = RUN * chunk + 4 * lane + RUN / 2 * i;
+        copy_async(gains + at, gain + at, 16);
+      }
+  }
+};
+
+// A token's part of a chunk; a warp's come in this order.
+struct Item {
+  int chunk, token;
+  __device__ __forceinline__ void next(int tokens, int step) {
+    token = token + 1 < tokens ? token + 1 : 0;
+    chunk += token == 0 ? step : 0;
+  }
+};
+
 // All tokens' columns, to `memory`; a warp takes every `step`-th chunk. What comes from far away is
-// asked for SEVERAL at a time.
+// asked for SEVERAL at a time. To be normed, tokens are read twice, unless one turn is enough: what
+// is added up has the order of norm_row.cuh.
 template <class F>
-__device__ __forceinline__ void stage(const Product& all, std::uint8_t* memory, int chunk, int step,
-                                      int lane) {
+__device__ __forceinline__ void stage_blocks(const Product& all, const Norm& norm,
+                                             std::uint8_t* memory, int first, int step, int lane) {
   using M = RingMemory<F>;
+  using O = Order<F>;
+  constexpr int SEVERAL = 3;
+  constexpr bool IS_IN_ORDER = O::APART == 4;
   const int size = M::tokens_bytes(all.tokens), chunks = chunks_of<F>(all.k);
-  if constexpr (Order<F>::IS_BLOCK) {
-    constexpr int SEVERAL = 3;
-    int token = 0;
-    while (chunk < chunks) {
-      float4 a[SEVERAL], b[SEVERAL];
-      int next = chunk, next_token = token;
+  const int column = O::column(lane >> 2, lane & 3);
+  bool adds_up = norm.gain != nullptr;
+  Item item{first, 0};
+  while (true) {
+    float4 a[SEVERAL], b[SEVERAL];
+    const int from = IS_IN_ORDER || !adds_up ? column : 8 * lane;
+    const int apart = IS_IN_ORDER || !adds_up ? O::APART : 4;
+    Item next = item;
+#pragma unroll
+    for (int i = 0; i < SEVERAL; ++i) {
+      const unsigned at = next.token * all.k + min(next.chunk, chunks - 1) * M::COLUMNS + from;
+      a[i] = *reinterpret_cast<const float4*>(all.x + at);
+      b[i] = *reinterpret_cast<const float4*>(all.x + at + apart);
+      next.next(all.tokens, step);
+    }
+    if (adds_up) {
+      const bool is_all = item.chunk == first && item.token == 0 && next.chunk >= chunks;
 #pragma unroll
       for (int i = 0; i < SEVERAL; ++i) {
-        const int some = min(next, chunks - 1);
-        M::Staged::load_whole(all.x, next_token * all.k + some * M::COLUMNS, lane, a[i], b[i]);
-        next_token = next_token + 1 < all.tokens ? next_token + 1 : 0;
-        next += next_token == 0 ? step : 0;
+        if (item.chunk >= chunks) break;
+        const float sum = warp_join(squares_of(a[i], b[i]), Add());
+        if (lane == 0) norm.sums[item.token * chunks + item.chunk] = sum;
+        item.next(all.tokens, step);
       }
-#pragma unroll 1
-      for (int left = SEVERAL; left > 0 && chunk < chunks; --left) {
-        typename M::Staged(memory + chunk * size, all.tokens).put(token, a[0], b[0], lane);
-#pragma unroll
-        for (int i = 1; i < SEVERAL; ++i) a[i - 1] = a[i], b[i - 1] = b[i];
-        token = token + 1 < all.tokens ? token + 1 : 0;
-        chunk += token == 0 ? step : 0;
-      }
+      if (item.chunk < chunks) continue;
+      adds_up = false;
+      wait_for_copies<DEPTH>();  // gains
+      __syncthreads();
+      item = Item{first, 0};
+      if (!IS_IN_ORDER || !is_all) continue;
     }
-  } else {
+    if (item.chunk >= chunks) break;
+#pragma unroll 1
+    for (int left = SEVERAL; left > 0 && item.chunk < chunks; --left) {
+      if (norm.gain != nullptr) {
+        const float* gains = norm.gains + item.chunk * M::COLUMNS + column;
+        const float factor =
+            norm_factor(norm.sums + item.token * chunks, chunks, 1.0f / all.k, norm.eps, lane);
+        a[0] = scaled(scaled(a[0], *reinterpret_cast<const float4*>(gains)), factor);
+        b[0] = scaled(scaled(b[0], *reinterpret_cast<const float4*>(gains + O::APART)), factor);
+      }
+      typename M::Staged(memory + item.chunk * size, all.tokens).put(item.token, a[0], b[0], lane);
+#pragma unroll
+      for (int i = 1; i < SEVERAL; ++i) a[i - 1] = a[i], b[i - 1] = b[i];
+      item.next(all.tokens, step);
+    }
+  }
+}
+
+template <class F>
+__device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
+                                      int chunk, int step, int lane) {
+  using M = RingMemory<F>;
+  if constexpr (Order<F>::IS_BLOCK) {
+    stage_blocks<F>(all, norm, memory, chunk, step, lane);
+  } else {  // which are not asked to norm
+    const int size = M::tokens_bytes(all.tokens), chunks = chunks_of<F>(all.k);
     for (; chunk < chunks; chunk += step)
       typename M::Staged(memory + chunk * size, all.tokens)
           .stage(all.x, all.tokens, all.k, chunk * M::COLUMNS, lane);
@@ -227,8 +293,8 @@ __device__ __forceinline__ void stage(const Product& all, std::uint8_t* memory, 
 
 // All units of this block: those of the matrices in `mask`, dealt to blocks `block` of `blocks`.
 template <class F>
-__device__ __forceinline__ void stream(const Product& all, unsigned mask, int block, int blocks,
-                                       std::uint8_t* shared) {
+__device__ __forceinline__ void stream(const Product& all, Norm norm, unsigned mask, int block,
+                                       int blocks, std::uint8_t* shared) {
   using M = RingMemory<F>;
   using Raw = typename M::Raw;
   const int lane = threadIdx.x & 31, warp_of_block = threadIdx.x >> 5;
@@ -240,16 +306,19 @@ __device__ __forceinline__ void stream(const Product& all, unsigned mask, int bl
   std::uint8_t* ring = shared + all_tokens + warp_of_block * M::WARP;
   float* sums = reinterpret_cast<float*>(shared + all_tokens + TEAMS * WARPS * M::WARP) +
                 team * 2 * WARPS * subs * one;
+  norm.sums = sums - team * 2 * WARPS * subs * one;  // whose time comes later
+  norm.gains = norm.sums + TEAMS * 2 * WARPS * subs * one;
 
   const Units units(all, mask);
   const int step = TEAMS * blocks;
   int unit = block + team * blocks;
   Ahead<F> ahead(units, unit, step, warp, lane);
+  if (norm.gain != nullptr) norm.ask(warp_of_block, TEAMS * WARPS, chunks, lane);
 #pragma unroll 1
   for (int i = -1; i < DEPTH; ++i) ahead.fetch(ring + i * Raw::SIZE);
   grid_wait();
   // Of the whole warp, one number: branches on it need no code for lanes that go apart.
-  stage<F>(all, shared, __shfl_sync(~0u, warp_of_block, 0), TEAMS * WARPS, lane);
+  stage<F>(all, norm, shared, __shfl_sync(~0u, warp_of_block, 0), TEAMS * WARPS, lane);
   __syncthreads();
 
   int place = 0;
@@ -287,7 +356,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     matmul_stream(const std::uint8_t* weights0, const float* bias0, float* out0, int rows0,
                   const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                   const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
-                  const float* x, int k, int tokens, int epilogue, int others, int first_other) {
+                  const float* x, int k, int tokens, int epilogue, int others, int first_other,
+                  const float* gain, float eps) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
@@ -295,11 +365,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      {weights1, bias1, out1, rows1},
                      {weights2, bias2, out2, rows2}},
                     x, k, tokens, tokens, static_cast<Epilogue>(epilogue)};
+  const Norm norm{gain, eps};
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
-    stream<formats::OTHER>(all, others, block - first_other, blocks - first_other, shared);
+    stream<formats::OTHER>(all, norm, others, block - first_other, blocks - first_other, shared);
   else
-    stream<formats::FORMAT>(all, ~others & 7, block, IS_SAME ? blocks : first_other, shared);
+    stream<formats::FORMAT>(all, norm, ~others & 7, block, IS_SAME ? blocks : first_other, shared);
 #endif
 }

@@ -1,0 +1,77 @@
+"""Norms that wait until somebody needs them: a product of few rows norms what it reads itself.
+
+A Normed is an array that nobody has computed. A product that norms what it reads (stream.py) takes
+it apart; whoever asks for its address has it computed first, so no launcher needs to know. Since
+a norm has the same bits either way, who does which changes nothing. Knows neither cupy nor models.
+"""
+
+from __future__ import annotations
+
+from voltapile.kernels.cuda import rows, stream
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
+
+RUN = 256  # columns that are added up by themselves: csrc/norm_row.cuh
+
+
+class Normed(DeviceArray):
+    """rms_norm of x by weight and eps. It is late until it lies in memory, and is lost if x changes
+    before that."""
+
+    __slots__ = ("_is_lost", "_ops", "_place", "eps", "is_late", "weight", "x")
+
+    def __init__(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> None:
+        self._ops, self.x, self.weight, self.eps = ops, x, weight, eps
+        self._place = ops.scratch(x.shape)
+        self.is_late, self._is_lost = True, False
+        ops.kernel(rows.norm_instance(weight.shape[0]))  # to be there in any case
+        super().__init__(self._place.ptr, x.shape, x.dtype, self._place.owner)
+
+    @property
+    def ptr(self) -> int:
+        if self.is_late:
+            assert not self._is_lost, "the rows of this norm have changed"
+            self.is_late = False
+            rows.rms_norm(self._ops, self.x, self.weight, self.eps, out=self._place)
+        return self._place.ptr
+
+    @ptr.setter
+    def ptr(self, value: int) -> None:
+        assert value == self._place.ptr, "an array stays where it is"
+
+    def lose(self) -> None:
+        self._is_lost = True
+
+
+class LateNorms:
+    """Those of a step that are late."""
+
+    def __init__(self) -> None:
+        self._late: list[Normed] = []
+
+    def norm(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> DeviceArray:
+        columns = weight.shape[0]
+        is_few = ops.arch >= stream.ARCH and 0 < len(x) <= stream.NORMED
+        if not is_few or x.shape[1:] != (columns,) or columns % RUN or columns > rows.LONGEST_ROW:
+            return rows.rms_norm(ops, x, weight, eps)
+        if columns <= rows.LONGEST_HEAD:  # another kernel's, of other bits
+            return rows.rms_norm(ops, x, weight, eps)
+        self._late.append(Normed(ops, x, weight, eps))
+        return self._late[-1]
+
+    def change(self, x: DeviceArray) -> None:
+        """Something is about to be added to x."""
+        kept = []
+        for each in self._late:
+            if each.x.ptr < x.ptr + x.nbytes and x.ptr < each.x.ptr + each.x.nbytes:
+                each.lose()
+            elif each.is_late:
+                kept.append(each)
+        self._late = kept
+
+    def forget(self) -> None:
+        """A step begins."""
+        self._late.clear()
+
+
+def late_norm(x: DeviceArray) -> Normed | None:
+    return x if isinstance(x, Normed) and x.is_late else None
