@@ -39,6 +39,7 @@ SHARES = 8  # of a piece from sm_90 on, and blocks of a cluster (csrc/attention_
 CLUSTERS_FROM = 90
 MANY_PIECES = 32  # of several tokens, if each has one: then a block takes a whole piece
 STRANDS = 4  # warps of a block that share its positions (csrc/attention_join.cuh)
+LETTERS = 14  # of a block's inbox (csrc/attention_blocks.cuh)
 LOG2E = 1.4426950408889634
 
 LITTLE_SHARED = dict.fromkeys((86, 89, 120), 99 << 10)  # bytes a block, of cards from sm_80 on
@@ -223,15 +224,17 @@ def _shares(arch: int) -> int:
     return SHARES if arch >= CLUSTERS_FROM else 1
 
 
-def decode_shared(dim: int, kind: int, tiles: int, arch: int) -> int:
-    """Bytes of struct Shared in attention_decode.cu."""
+def decode_shared(dim: int, kind: int, tiles: int, arch: int, blocks: int = SHARES) -> int:
+    """Bytes of struct Shared in attention_decode.cu, for blocks of such clusters."""
     rows, pitch, is_copied = 16 * tiles, dim + 8, arch >= 80 and kind != ANY
     step = 16 * (dim + 16) + 2 * dim if is_copied and kind == KINDS["q8_0"] else 32 * pitch
     stages = 1 if dim > 128 else 3 if kind == KINDS["q8_0"] else 2
     steps = 2 * stages if is_copied else 1
     ends = 32 * STRANDS * pitch
-    joined = STRANDS * 32 * (2 * dim // SHARES) if arch >= CLUSTERS_FROM else 32
-    return max(STRANDS * steps * step, ends + joined) + 2 * rows * pitch + 24 * rows + 96
+    inbox = LETTERS * (4 * dim + 8) if arch >= CLUSTERS_FROM and blocks > 1 else 16
+    kept = STRANDS * tiles * 64 * (8 + dim) if arch >= CLUSTERS_FROM and blocks == 1 else 0
+    own = max(STRANDS * steps * step, ends + inbox)
+    return own + 2 * rows * pitch + 24 * rows + kept + 96
 
 
 def prefill_shared(dim: int, kind: int, arch: int) -> int:
@@ -274,7 +277,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
     pointers = call.q, call.cache.keys, call.cache.values, call.table, call.batch.slots
     blocks = _blocks(call, batch, tiles, ops.arch)
     instance = DECODE[dim, kind, tiles, blocks]
-    shared = decode_shared(dim, kind, tiles, ops.arch)
+    shared = decode_shared(dim, kind, tiles, ops.arch, blocks)
     plan_ptr = 0 if plan is None else plan.ptr
     for start in range(first, last, batch):
         stop = min(last, start + batch)

@@ -2,11 +2,11 @@
 // head and all its query heads, of up to `chunk` tokens of a slot, so that keys and values are read
 // once. Its warps are strands: warp w takes positions 16 w to 16 w + 15 of each page, through
 // scores and sums of values, and meets the others at the end (attention_join.cuh). From sm_90 on a
-// cluster of blocks takes a piece, a share each, or one block all shares: with few tokens for
-// latency, with many for less overhead; the bits are the same. Where a token has several pieces,
+// cluster of blocks takes a piece (attention_blocks.cuh), or one block all of it: with few tokens
+// for latency, with many for less overhead; the bits are the same. Where a token has several pieces,
 // what they give goes to `partial`, and the block that comes last adds them.
 // -D HEAD_DIM, KIND, ROW_TILES (16 rows each), CLUSTER
-#include "attention_join.cuh"
+#include "attention_blocks.cuh"
 #include "grid.cuh"
 
 namespace voltapile {
@@ -16,11 +16,6 @@ constexpr int LEAST_BLOCKS =  // of a processor
 
 #ifndef VP_EMULATION
 extern __shared__ __align__(16) unsigned char shared[];
-#endif
-#if VP_ARCH >= 900 && CLUSTER > 1 && !defined(VP_EMULATION)
-#define VP_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define VP_CLUSTER
 #endif
 
 // The tokens that a block takes together.
@@ -34,7 +29,7 @@ struct Shared {
     Steps strands[STRANDS];
     struct {
       Ends ends;
-      Joined joined;
+      Inbox inbox;
     };
   };
   __align__(16) half_bits q[ROWS * PITCH];
@@ -42,6 +37,8 @@ struct Shared {
   int query[ROWS];   // of a row, counted in heads of all tokens
   int pieces[ROWS];  // of a row, where there are several
   Source from;
+  Bell bell;                  // of the inbox
+  KeptSums<(TURNS > 1)> kept[TURNS > 1 ? STRANDS : 1];
   int used, tickets, answer;  // kept for the end, so that no register holds them meanwhile
 };
 
@@ -76,11 +73,6 @@ __device__ __forceinline__ Span span_of_item(const Item& item, const int* positi
     all.first = min(all.first, s.first), all.last = max(all.last, s.last);
   }
   return all;
-}
-
-// Blocks of a cluster that have pages of positions start to end.
-__device__ __forceinline__ int blocks_of(int start, int end) {
-  return min(BLOCKS, (end - start + PAGE - 1) / PAGE);
 }
 
 // A block's rows: heads of one KV head, for one token after another.
@@ -252,6 +244,7 @@ __device__ __forceinline__ void go_through(Sums& sums, Shared& sh, Steps::State&
   Sums& mine = TURNS > 1 ? share : sums;
   clear(sums);
   clear(mine);
+  bool is_kept = false;
   Walk at(from);
   while (!at.is_done(from)) {
     Square s[ROW_TILES];
@@ -266,8 +259,14 @@ __device__ __forceinline__ void go_through(Sums& sums, Shared& sh, Steps::State&
     if (TURNS > 1 && at.turn != turn) {
       join_share(sums, share);
       clear(share);
+      if (turn < TURNS / 2 && at.turn >= TURNS / 2) {
+        sh.kept[warp].keep(sums, lane);
+        clear(sums);
+        is_kept = true;
+      }
     }
   }
+  if (TURNS > 1 && is_kept) sh.kept[warp].join(sums, lane);
 }
 
 // The block that came last joins the pieces of all rows and normalises. A call, since its registers
@@ -327,16 +326,17 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   const int piece = all.first + one - number * pieces;
   const int least = all.low / (PAGE * SHARES) * (PAGE * SHARES);
   const int start = max(piece * all.piece, least), end = min((piece + 1) * all.piece, all.high);
-  if (start + PAGE * static_cast<int>(rank) >= end) return;
+  if (start + begin_of(rank) >= end) return;
 
   if (threadIdx.x == 0) {
+    make_bell(&sh.bell);
     const Pages where{table + static_cast<long long>(slots[item.begin]) * width, pages, kv_heads,
                       kv_head, width};
     sh.from = {{{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}}, where,
-               all.low, all.high, start + PAGE * static_cast<int>(rank), end};
+               all.low, all.high, start + begin_of(rank), end};
     sh.used = mine.used;
     sh.tickets = (all.last - all.first) * BLOCKS +
-                 blocks_of(max(all.last * all.piece, least), all.high);
+                 blocks_of(all.high - max(all.last * all.piece, least));
   }
   __syncthreads();
   Steps::State state(sh.from);
@@ -354,8 +354,8 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   Sums sums;
   go_through(sums, sh, state, cap, warp, lane);
   const Target to{attended, partial, stats, is_only, value_dim, {weights, positions, num_heads}};
-  write_piece(sh.ends, sh.joined, sh.rows, sums, sh.used, blocks_of(start, end), rank, to, warp,
-              lane);
+  const Member own{&sh.bell, static_cast<int>(rank), blocks_of(end - start)};
+  write_piece(sh.ends, sh.inbox, sh.rows, sums, sh.used, own, to, warp, lane);
   if (is_only) return;
   if (is_last(sh.answer, tickets + number * gridDim.y + blockIdx.y, sh.tickets))
     join_rows(sh, to, places);

@@ -1,5 +1,6 @@
-// How what several warps, and then several blocks, found about the same rows becomes one result, in
-// an order that follows from their numbers alone.
+// How what several warps, and then several pieces, found about the same rows becomes one result, in
+// an order that follows from their numbers alone: a strand's shares 0 to 3 in turn, its shares 4 to 7
+// in turn, both, the strands, and the pieces in turn. (attention_blocks.cuh: across blocks.)
 #pragma once
 #include "attention_strand.cuh"
 
@@ -7,8 +8,6 @@ namespace voltapile {
 
 constexpr int STRANDS = 4, THREADS = 32 * STRANDS, ROWS = 16 * ROW_TILES;
 constexpr int HALF = 8;  // rows that are joined at once: those of one i (Mma::row)
-constexpr int EACH = HALF * DIM / 4 / BLOCKS;  // of those, items of a block: four columns of a row
-static_assert(BLOCKS == 1 || EACH <= THREADS);
 
 struct __align__(16) Row {
   float factor;   // of scores
@@ -70,6 +69,49 @@ __device__ __forceinline__ void join_share(Sums& all, const Sums& share) {
     }
 }
 
+// Where a strand of a block that has all shares keeps what the first half of them gave.
+template <bool HAS_ALL>
+struct KeptSums {
+  static constexpr int EACH = 2 + DIM / 4;  // of a row, a lane's
+  float at[2 * ROW_TILES][EACH][32];
+
+  __device__ __forceinline__ void keep(const Sums& sums, int lane) {
+#pragma unroll
+    for (int m = 0; m < 2 * ROW_TILES; ++m) {
+      at[m][0][lane] = sums.running[m / 2][m % 2].m, at[m][1][lane] = sums.sum[m / 2][m % 2];
+#pragma unroll
+      for (int n = 0; n < DIM / 4; ++n) at[m][2 + n][lane] = sums.out[m / 2][n / 4].e[element(m, n)];
+    }
+  }
+  // Those before `sums`, which become all.
+  __device__ __forceinline__ void join(Sums& sums, int lane) const {
+#pragma unroll
+    for (int m = 0; m < 2 * ROW_TILES; ++m) {
+      float most = at[m][0][lane];
+      const Weights weights(most, sums.running[m / 2][m % 2].m);
+      sums.running[m / 2][m % 2].m = most;
+      float& sum = sums.sum[m / 2][m % 2];
+      sum = weights.join(at[m][1][lane], sum);
+#pragma unroll
+      for (int n = 0; n < DIM / 4; ++n) {
+        float& x = sums.out[m / 2][n / 4].e[element(m, n)];
+        x = weights.join(at[m][2 + n][lane], x);
+      }
+    }
+  }
+
+ private:
+  // Of a row's four in a Square.
+  static __device__ constexpr int element(int m, int n) {
+    return (n & 1) + 2 * (m % 2) + 4 * (n >> 1 & 1);
+  }
+};
+template <>
+struct KeptSums<false> {
+  __device__ void keep(const Sums&, int) {}
+  __device__ void join(Sums&, int) const {}
+};
+
 // Of `count` parts (at least one), one after another; load(i): the i-th. Some are on their way at
 // once; in the last round those that are not there have no weight, so that loads wait for nothing.
 template <class Load>
@@ -91,31 +133,6 @@ __device__ __forceinline__ Part join_in_turn(int count, Load load) {
   } while (first < count);
   return all;
 }
-
-#if VP_ARCH < 900 || CLUSTER == 1 || !defined(VP_EMULATION)
-__device__ __forceinline__ unsigned char* own_memory(unsigned char* shared) { return shared; }
-#endif
-#if VP_ARCH < 900 || CLUSTER == 1
-__device__ __forceinline__ void cluster_arrive() {}
-__device__ __forceinline__ void cluster_wait() {}
-template <class T>
-__device__ __forceinline__ const T* of_block(const T* mine, int) {
-  return mine;
-}
-#elif !defined(VP_EMULATION)
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {  // for all blocks of the cluster that go on
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-template <class T>
-__device__ __forceinline__ const T* of_block(const T* mine, int block) {
-  const T* its;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(its) : "l"(mine), "r"(block));
-  return its;
-}
-#endif
 
 __device__ __forceinline__ Part part_of(const float* row, int d) {
   const float2 stats = *reinterpret_cast<const float2*>(row + DIM);
@@ -179,68 +196,6 @@ __device__ __noinline__ void write_rows(const Ends& ends, const Row* rows, int f
     const Part all = join_strands([&](int s) { return part_of(ends.rows[s][r], d); });
     write_part(to, all, rows[row].slot, d);
   }
-}
-
-using Joined = Part[BLOCKS > 1 ? STRANDS : 1][BLOCKS > 1 ? EACH : 1];
-
-// The same where several blocks have a piece: they deal the rows out. A warp reads one strand of
-// all blocks. A call, since its registers would be taken from those of the products.
-__device__ __noinline__ void write_dealt_rows(const Ends& ends, Joined& joined, const Row* rows,
-                                              int first, int i, int used, int blocks, int rank,
-                                              Target to) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll 1
-  for (int base = rank; base < BLOCKS; base += blocks) {
-#pragma unroll 1
-    for (int n = lane; n < EACH; n += 32) {
-      const int at = base * EACH + n, r = at / (DIM / 4);
-      if (first + Mma::row_of(r, i) < used)
-        joined[warp][n] = join_in_turn(blocks, [&](int b) {
-          return part_of(of_block(ends.rows[warp][r], b), at % (DIM / 4) * 4);
-        });
-    }
-    if (base + blocks >= BLOCKS) cluster_arrive();  // nothing more is read
-    __syncthreads();
-    if (threadIdx.x < EACH) {
-      const int n = threadIdx.x, at = base * EACH + n, d = at % (DIM / 4) * 4;
-      const int row = first + Mma::row_of(at / (DIM / 4), i);
-      if (row < used && rows[row].slot >= 0 && d < width_of(to.dim))
-        write_part(to, join_strands([&](int s) { return joined[s][n]; }), rows[row].slot, d);
-    }
-    __syncthreads();
-  }
-  cluster_wait();  // for those who read here
-}
-
-// The strands of all blocks of a piece become its result. blocks: how many there are, of which this
-// is number `rank`.
-__device__ __forceinline__ void write_piece(Ends& ends, Joined& joined, const Row* rows,
-                                            const Sums& sums, int used, int blocks, int rank,
-                                            const Target& to, int warp, int lane) {
-#pragma unroll
-  for (int t = 0; t < ROW_TILES; ++t)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (16 * t + Mma::row_of(0, i) >= used) continue;
-      const int own = Mma::number(lane);
-      const float sum = TURNS > 1 ? sums.sum[t][i] : row_sum(sums.sum[t][i]);
-      __syncthreads();  // tiles are done with
-      if (16 * t + Mma::row(lane, i) < used) {
-        if (Mma::pair(lane) == 0)
-          *reinterpret_cast<float2*>(ends.rows[warp][own] + DIM) =
-              float2{sums.running[t][i].m, sum};
-#pragma unroll
-        for (int c = 0; c < DIM / 16; ++c)
-          KvTile::write(ends.rows[warp][own] + 16 * c, sums.out[t][c], i, lane);
-      }
-      if (BLOCKS == 1) {
-        __syncthreads();
-        write_rows(ends, rows, 16 * t, i, used, to);
-      } else {
-        cluster_arrive(), cluster_wait();
-        write_dealt_rows(ends, joined, rows, 16 * t, i, used, blocks, rank, to);
-      }
-    }
 }
 
 // Whether this block is the last of `count` to come; the ticket is 0 again then.

@@ -7,7 +7,8 @@
 namespace voltapile {
 
 constexpr int STEP = 16;
-constexpr int BLOCKS = VP_ARCH >= 900 ? CLUSTER : 1, TURNS = SHARES / BLOCKS;  // shares of a block
+constexpr int BLOCKS = VP_ARCH >= 900 ? CLUSTER : 1;
+constexpr int TURNS = SHARES / BLOCKS;  // shares that a strand goes through
 constexpr bool COPIES = VP_ARCH >= 800 && (KIND == F16 || KIND == Q8_0);
 // Steps that are under way; bytes in flight are what memory's speed needs.
 constexpr int STAGES = !COPIES || DIM > 128 ? 1 : KIND == F16 ? 2 : 3;
@@ -154,13 +155,25 @@ struct Source {
   Cache caches[2];  // of keys, of values
   Pages where;
   int low, high;   // positions that anybody of the block sees
-  int first, end;  // of the first share, and of the piece
+  int first, end;  // of the first strand, and of the piece
 };
+
+// Where a block's first strand begins, counted from the piece's beginning. A block of a cluster has
+// the same STEP positions of four shares' pages, a strand each.
+__device__ __forceinline__ int begin_of(int rank) {
+  return BLOCKS > 1 ? 4 * PAGE * (rank >> 2) + STEP * (rank & 3) : 0;
+}
+// Blocks of a cluster that have any of so many positions: the first of them.
+__device__ __forceinline__ int blocks_of(int positions) {
+  if (BLOCKS == 1) return 1;
+  const int own = min(4, (positions + STEP - 1) / STEP), more = positions - begin_of(4);
+  return own + (more > 0 ? min(4, (more + STEP - 1) / STEP) : 0);
+}
 
 // Which positions a strand goes through: STEP of each page of its share, then those of the next
 // share, for TURNS shares.
 struct Walk {
-  static constexpr int ROUND = PAGE * SHARES;
+  static constexpr int ROUND = PAGE * SHARES, APART = BLOCKS > 1 ? PAGE : STEP;
   int p, turn = 0;
 
   __device__ explicit Walk(const Source& s) { begin(s); }
@@ -176,7 +189,7 @@ struct Walk {
   __device__ void begin(const Source& s) {
 #pragma unroll 1
     for (; turn < TURNS; ++turn) {
-      p = s.first + PAGE * turn + STEP * (static_cast<int>(threadIdx.x) / 32);
+      p = s.first + PAGE * turn + APART * (static_cast<int>(threadIdx.x) / 32);
       p += static_cast<unsigned>(max(s.low - STEP - p, -ROUND) + ROUND) / ROUND * ROUND;
       if (TURNS == 1 || p < s.end) return;
     }

@@ -64,10 +64,18 @@ inline void await(std::uint64_t* bell, bool is_odd) {
   while ((state_of(bell).rings & 1) != (is_odd ? 1 : 0))
     emulation::pause();
 }
-inline void send(float2 pair, float2* mine, std::uint64_t* bell, int block) {
-  *cluster::of_block(mine, block) = pair;
+template <class T>
+void send(T values, T* mine, std::uint64_t* bell, int block) {
+  *cluster::of_block(mine, block) = values;
   auto& state = state_of(cluster::of_block(bell, block));
-  state.bytes -= sizeof pair;
+  state.bytes -= sizeof values;
+  state.look();
+}
+inline void copy_whole(void* shared, const void* global, int bytes, std::uint64_t* bell) {
+  if (bytes % 16) abort();
+  memcpy(shared, global, bytes);
+  auto& state = state_of(bell);
+  state.bytes -= bytes;
   state.look();
 }
 inline std::uint8_t* own_memory(std::uint8_t* shared) {
