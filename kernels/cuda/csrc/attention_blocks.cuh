@@ -1,5 +1,5 @@
-// How blocks of a cluster (sm_90) bring together what they found about the same rows. Each joins its
-// own strands and sends what they give to the block that owns the row: nothing is fenced, and
+// How blocks of a cluster (sm_90) bring together what they found about the same rows. Each joins
+// its own strands and sends what they give to the block that owns the row: nothing is fenced, and
 // nobody reads another block's memory, so that a block may end when it has written its rows.
 #pragma once
 #include "attention_join.cuh"

@@ -3,8 +3,8 @@
 // once. Its warps are strands: warp w takes positions 16 w to 16 w + 15 of each page, through
 // scores and sums of values, and meets the others at the end (attention_join.cuh). From sm_90 on a
 // cluster of blocks takes a piece (attention_blocks.cuh), or one block all of it: with few tokens
-// for latency, with many for less overhead; the bits are the same. Where a token has several pieces,
-// what they give goes to `partial`, and the block that comes last adds them.
+// for latency, with many for less overhead; the bits are the same. Where a token has several
+// pieces, what they give goes to `partial`, and the block that comes last adds them.
 // -D HEAD_DIM, KIND, ROW_TILES (16 rows each), CLUSTER
 #include "attention_blocks.cuh"
 #include "grid.cuh"

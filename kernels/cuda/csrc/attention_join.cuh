@@ -1,6 +1,6 @@
 // How what several warps, and then several pieces, found about the same rows becomes one result, in
-// an order that follows from their numbers alone: a strand's shares 0 to 3 in turn, its shares 4 to 7
-// in turn, both, the strands, and the pieces in turn. (attention_blocks.cuh: across blocks.)
+// an order that follows from their numbers alone: a strand's shares 0 to 3 in turn, its shares 4 to
+// 7 in turn, both, the strands, and the pieces in turn. (attention_blocks.cuh: across blocks.)
 #pragma once
 #include "attention_strand.cuh"
 
@@ -80,7 +80,8 @@ struct KeptSums {
     for (int m = 0; m < 2 * ROW_TILES; ++m) {
       at[m][0][lane] = sums.running[m / 2][m % 2].m, at[m][1][lane] = sums.sum[m / 2][m % 2];
 #pragma unroll
-      for (int n = 0; n < DIM / 4; ++n) at[m][2 + n][lane] = sums.out[m / 2][n / 4].e[element(m, n)];
+      for (int n = 0; n < DIM / 4; ++n)
+        at[m][2 + n][lane] = sums.out[m / 2][n / 4].e[element(m, n)];
     }
   }
   // Those before `sums`, which become all.
