@@ -82,7 +82,7 @@ def _shared_bytes(chunk: Chunk, columns: int, passes: int, depth: int, boxes: in
     slots = -(-columns // (256 * CLASSES))
     box = 512 * CREW * passes
     ring = depth * _tile_bytes(chunk) + chunk.scale_bytes
-    bells = 2 * CREW * 8
+    bells = 8 * (2 * CREW + slots + slots % 2)
     return (
         bells
         + _table_bytes(chunk)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from voltapile.kernels.cuda import clusters, gemm, stream, wide
+from voltapile.kernels.cuda import clusters, gemm, records, stream, wide
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.norms import late_norm
@@ -55,7 +55,7 @@ ROWS = {
 ROWS |= {(*pair, 0, 1, 0): _instance(*pair, 0, 1, 0) for pair in sorted(SINGLE)}
 ROWS |= {(each, each, 0, TILES, 1): _instance(each, each, 0, TILES, 1) for each in LOOPING}
 INSTANCES = [*ROWS.values(), *stream.INSTANCES, *wide.INSTANCES, *clusters.INSTANCES]
-INSTANCES += gemm.INSTANCES
+INSTANCES += [*records.INSTANCES, *gemm.INSTANCES]
 
 
 @dataclass(frozen=True)
@@ -315,12 +315,14 @@ def _clusters(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
         return False
     numbers = task.columns, task.tokens, deal.room, launch.epilogue, launch.others
     ends = deal.first_other, deal.depth, deal.boxes
-    ops.kernel(clusters.CLUSTER[task.pair, deal.passes])(
-        (deal.clusters * clusters.CLASSES, -(-task.tokens // deal.room)),
-        32 * clusters.CREW,
-        (*launch.matrices, x.ptr, *map(np.int32, (*numbers, *ends))),
-        shared=deal.shared,
-    )
+    with ops.scope():
+        own, other = records.made(ops, x, task.pair, bool(launch.others))
+        ops.kernel(clusters.CLUSTER[task.pair, deal.passes])(
+            (deal.clusters * clusters.CLASSES, -(-task.tokens // deal.room)),
+            32 * clusters.CREW,
+            (*launch.matrices, x.ptr, own, other, *map(np.int32, (*numbers, *ends))),
+            shared=deal.shared,
+        )
     return True
 
 
@@ -331,22 +333,13 @@ def _wide(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
     if deal is None:
         return False
     with ops.scope():
-        records = []
-        for name in dict.fromkeys(task.pair if launch.others else task.pair[:1]):
-            nbytes = wide.record_bytes(name, task.columns, task.tokens)
-            made = ops.scratch((nbytes,), np.uint8)
-            ops.kernel(wide.STAGED[name])(
-                (-(-task.columns // 2048), task.tokens),
-                256,
-                (x.ptr, made.ptr, np.int32(task.columns), np.int32(task.tokens)),
-            )
-            records.append(made.ptr)
+        own, other = records.made(ops, x, task.pair, bool(launch.others))
         numbers = task.columns, task.tokens, deal.room, launch.epilogue, launch.others
         ops.kernel(wide.WIDE[task.pair, int(deal.room > wide.PASS)])(
             (deal.blocks, -(-task.tokens // deal.room)),
             32 * stream.WARPS,
             (
-                *(*launch.matrices, records[0], records[-1]),
+                *(*launch.matrices, own, other),
                 *map(np.int32, (*numbers, deal.first_other)),
             ),
             shared=deal.shared,

@@ -1,7 +1,7 @@
 """How the product of several rows is dealt out on sm_80 and later: csrc/matmul_wide.cu.
 
-Tokens become records first (csrc/matmul_staged.cu), once for all matrices of a format. Knows sizes;
-launches nothing.
+Tokens become records first (records.py), once for all matrices of a format. Knows sizes; launches
+nothing.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from voltapile.kernels.cuda import stream
+from voltapile.kernels.cuda import records, stream
 from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.launch import Instance
 
 FROM = 2  # rows
 PASS, ROOM = 8, 16  # tokens of one tile of the tensor core, and of a block
-FORMATS = [name for name, chunk in CHUNKS.items() if chunk.is_block]
-MIXED = [pair for pair in stream.MIXED if set(pair) <= set(FORMATS)]
+FORMATS, MIXED = records.FORMATS, records.MIXED
 
 
 def _instance(file: str, function: str, **defines: object) -> Instance:
@@ -24,19 +23,16 @@ def _instance(file: str, function: str, **defines: object) -> Instance:
     return Instance(file, function, named, is_exact=True, waits=True)
 
 
-STAGED = {
-    name: _instance("matmul_staged.cu", "stage_tokens", FORMAT=name, MANY=2) for name in FORMATS
-}
 # By formats, and by whether there are more than PASS tokens.
 WIDE = {
     (pair, more): _instance(
         "matmul_wide.cu", "matmul_wide", FORMAT=pair[0], OTHER=pair[1],
         DEPTH=stream.DEPTH, WARPS=stream.WARPS, TILES=1, MANY=2 * more,
     )
-    for pair in [*((name, name) for name in FORMATS), *MIXED]
+    for pair in records.PAIRS
     for more in (0, 1)
 }  # fmt: skip
-INSTANCES = [*STAGED.values(), *WIDE.values()]
+INSTANCES = list(WIDE.values())
 
 
 @dataclass(frozen=True)
@@ -48,10 +44,6 @@ class Deal:
     room: int
     first_other: int
     shared: int
-
-
-def record_bytes(name: str, columns: int, tokens: int) -> int:
-    return columns // 256 * CHUNKS[name].token_bytes * tokens
 
 
 @functools.lru_cache(maxsize=1024)

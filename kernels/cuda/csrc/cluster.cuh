@@ -62,6 +62,15 @@ __device__ __forceinline__ void send(float2 pair, float2* mine, Bell* bell, int 
       ::"r"(to), "f"(pair.x), "f"(pair.y), "r"(its_bell)
       : "memory");
 }
+// A multiple of 16 bytes of global memory to this block's shared memory; the bell hears of them. By
+// one thread, the one that has made the bell or one that has met it since.
+__device__ __forceinline__ void copy_whole(void* shared, const void* global, int bytes,
+                                           Bell* bell) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bell))
+      : "memory");
+}
 // This block's part of the dynamic shared memory.
 __device__ __forceinline__ std::uint8_t* own_memory(std::uint8_t* shared) { return shared; }
 #else

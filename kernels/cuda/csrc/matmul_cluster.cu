@@ -18,45 +18,32 @@
 using namespace voltapile;
 
 #if VP_ARCH >= 900
-__device__ __forceinline__ const float* row_of(const Launch& all, int token) {
-  return all.x + static_cast<long long>(all.first_token + token) * all.k;
-}
-
-// All tokens of the block's chunks, by all warps. What comes from far away is asked for SEVERAL at
-// a time.
+// All tokens of the block's chunks: records are copied, a chunk at a time, by the first warp, and
+// the chunk's bell tells; what has none is made here by all warps.
 template <class F>
-__device__ __forceinline__ void stage_slots(const Launch& all, const Memory<F>& memory, int slots,
-                                            int warp, int lane) {
+__device__ __forceinline__ void bring_tokens(const Launch& all, const std::uint8_t* records,
+                                             int all_tokens, const Memory<F>& memory, int slots,
+                                             int warp, int lane) {
   using M = CrewMemory<F>;
   using Staged = typename M::Staged;
-  const int count = slots * ROOM;
   if constexpr (Order<F>::IS_BLOCK) {
-    constexpr int SEVERAL = 4;
-    for (int start = warp; start < count; start += SEVERAL * CREW) {
-      float4 a[SEVERAL], b[SEVERAL];
-#pragma unroll
-      for (int i = 0; i < SEVERAL; ++i) {
-        const int at = start + i * CREW, token = at % ROOM;
-        if (at < count && token < all.tokens)
-          Staged::load_whole(row_of(all, token), (all.rank + CLASSES * (at / ROOM)) * M::COLUMNS,
-                             lane, a[i], b[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < SEVERAL; ++i) {
-        const int at = start + i * CREW, token = at % ROOM;
-        if (at < count && token < all.tokens)
-          memory.slot(at / ROOM).put(token, a[i], b[i], lane);
-      }
-    }
+    if (warp > 0 || lane >= slots) return;
+    const long long at =
+        static_cast<long long>(all.rank + CLASSES * lane) * all_tokens + all.first_token;
+    const int bytes = all.tokens * Staged::PER_TOKEN;
+    expect(memory.chunk_bell(lane), bytes);
+    copy_whole(memory.slot(lane).memory, records + at * Staged::PER_TOKEN, bytes,
+               memory.chunk_bell(lane));
   } else {
-    for (int at = warp; at < count; at += CREW) {
+    for (int at = warp; at < slots * ROOM; at += CREW) {
       const int token = at % ROOM;
       if (token >= all.tokens) continue;
       Staged staged = memory.slot(at / ROOM);
       staged.units += 4 * token, staged.sums += token, staged.scales += token;
-      staged.stage(row_of(all, token), 1, all.k, (all.rank + CLASSES * (at / ROOM)) * M::COLUMNS,
-                   lane);
+      const float* x = all.x + static_cast<long long>(all.first_token + token) * all.k;
+      staged.stage(x, 1, all.k, (all.rank + CLASSES * (at / ROOM)) * M::COLUMNS, lane);
     }
+    __syncthreads();
   }
 }
 
@@ -64,8 +51,8 @@ __device__ __forceinline__ void stage_slots(const Launch& all, const Memory<F>& 
 template <class F>
 __device__ __forceinline__ void multiply_chunks(const Launch& all, const Memory<F>& memory,
                                                 unsigned mask, const Work::Task& task,
-                                                Fetch<F>& fetch, int& place, int lane,
-                                                float (&total)[PASSES][Tile::VALUES]) {
+                                                Fetch<F>& fetch, int& place, bool is_first,
+                                                int lane, Sums& total) {
   using M = CrewMemory<F>;
   using Raw = typename M::Raw;
   const std::uint8_t* weights = nullptr;  // of which only the last four bits matter
@@ -73,6 +60,7 @@ __device__ __forceinline__ void multiply_chunks(const Launch& all, const Memory<
     weights = Place(all, mask, task.tile).begin(fetch.row_bytes) + all.rank * M::BYTES;
 #pragma unroll 1
   for (int n = task.from; n < task.to; ++n) {
+    if (Order<F>::IS_BLOCK && is_first) await(memory.chunk_bell(n), true);
     wait_for_chunk<0>(all.depth);
     __syncwarp();
     const std::uint8_t* first = weights + n * CLASSES * M::BYTES;
@@ -88,7 +76,8 @@ __device__ __forceinline__ void multiply_chunks(const Launch& all, const Memory<
 
 // Tiles of the cluster from begin to end.
 template <class F>
-__device__ __forceinline__ void multiply_tiles(const Launch& all, unsigned mask, int begin, int end,
+__device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uint8_t* records,
+                                               int all_tokens, unsigned mask, int begin, int end,
                                                std::uint8_t* shared) {
   using M = CrewMemory<F>;
   using Raw = typename M::Raw;
@@ -97,7 +86,7 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, unsigned mask,
   const int row_bytes = all.k / F::length * F::bytes, chunks = all.k / M::COLUMNS;
   const int most = (chunks + CLASSES - 1) / CLASSES;
   const Work work(begin, end, (chunks - all.rank + CLASSES - 1) / CLASSES, most, warp);
-  const Memory<F> memory(all, shared, warp);
+  const Memory<F> memory(all, shared, warp, most);
 
   Fetch<F> fetch(all, work, mask, row_bytes);
   for (int i = 0; i < all.depth; ++i) fetch.begin(memory.ring + i * Raw::SIZE, nullptr, lane);
@@ -107,18 +96,20 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, unsigned mask,
     make_bell(bell);
     if (lane < work.rounds && work.task(lane).is_in) expect(bell, LETTER * sizeof(float2));
   }
+  if (warp == 0 && lane < work.slots) make_bell(memory.chunk_bell(lane));
+  __syncthreads();
   cluster_arrive();
   grid_wait();
-  stage_slots<F>(all, memory, work.slots, warp, lane);
-  __syncthreads();
+  bring_tokens<F>(all, records, all_tokens, memory, work.slots, warp, lane);
   cluster_wait();  // all blocks have begun
 
   int place = 0;
   for (int round = 0; round <= work.rounds; ++round) {
-    float total[PASSES][Tile::VALUES] = {};
+    Sums total = {};
     const bool is_over = round == work.rounds;
     const Work::Task task = work.task(round);
-    if (task.is_in) multiply_chunks(all, memory, mask, task, fetch, place, lane, total);
+    if (task.is_in)
+      multiply_chunks(all, memory, mask, task, fetch, place, round == 0, lane, total);
     if (round > 0) {
       // Whose bells are awaited by another warp must have seen them ring for the rounds before.
       if (is_over && work.shares(round - 1)) __syncthreads();
@@ -137,8 +128,9 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
     matmul_cluster(const std::uint8_t* weights0, const float* bias0, float* out0, int rows0,
                    const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                    const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
-                   const float* x, int k, int tokens, int room, int epilogue, int others,
-                   int first_other, int depth, int boxes) {
+                   const float* x, const std::uint8_t* records, const std::uint8_t* other_records,
+                   int k, int tokens, int room, int epilogue, int others, int first_other,
+                   int depth, int boxes) {
 #if VP_ARCH >= 900
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
@@ -168,8 +160,8 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
   const int end = static_cast<long long>(units) * (own + 1) / clusters * unit;
   std::uint8_t* memory = own_memory(shared);
   if (is_other)
-    multiply_tiles<formats::OTHER>(all, mask, begin, end, memory);
+    multiply_tiles<formats::OTHER>(all, other_records, tokens, mask, begin, end, memory);
   else
-    multiply_tiles<formats::FORMAT>(all, mask, begin, end, memory);
+    multiply_tiles<formats::FORMAT>(all, records, tokens, mask, begin, end, memory);
 #endif
 }

@@ -164,19 +164,21 @@ constexpr int LETTER = CLASSES * TOKENS * 8, BOX = CREW * LETTER;  // of pairs
 template <class F>
 struct Memory {
   using M = CrewMemory<F>;
-  Bell* bells;  // [boxes][CREW]
+  Bell* bells;  // [2][CREW] of sums, then one of each chunk's tokens
   int* table;
   float2* boxes;
   std::uint8_t *ring, *tokens;
 
-  __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int warp) {
+  // most: chunks of a class.
+  __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int warp, int most) {
     bells = reinterpret_cast<Bell*>(shared);
-    table = reinterpret_cast<int*>(bells + 2 * CREW);
+    table = reinterpret_cast<int*>(chunk_bell(most + (most & 1)));
     boxes = reinterpret_cast<float2*>(table + M::TABLE);
     std::uint8_t* rings = reinterpret_cast<std::uint8_t*>(boxes + all.boxes * BOX);
     const int ring_bytes = all.depth * M::Raw::SIZE + M::SCALES;
     ring = rings + warp * ring_bytes, tokens = rings + CREW * ring_bytes;
   }
+  __device__ __forceinline__ Bell* chunk_bell(int n) const { return bells + 2 * CREW + n; }
   // The n-th chunk's tokens: as if there were ROOM; sums of those that are not there are nobody's.
   __device__ __forceinline__ typename M::Staged slot(int n) const {
     return typename M::Staged(tokens + n * M::SLOT, ROOM);
