@@ -298,10 +298,11 @@ def _stream(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
     numbers = task.columns, task.tokens, launch.epilogue, launch.others, deal.first_other
     read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
+    shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
     ops.kernel(stream.STREAM[task.pair, deal.teams])(
         (deal.blocks,),
         32 * deal.teams * stream.WARPS,
-        (*launch.matrices, read, *map(np.int32, numbers), gain, np.float32(eps)),
+        (*launch.matrices, read, *map(np.int32, numbers), gain, *shares),
         shared=deal.shared,
     )
     return True

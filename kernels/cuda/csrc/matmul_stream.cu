@@ -194,98 +194,86 @@ struct RowStarts {
 // lies, and sums of squares, [token][chunk].
 struct Norm {
   const float* gain;  // or null
-  float eps, *gains, *sums;
+  float eps, share;   // of a column in the mean
+  float *gains, *sums;
 
-  // Of this warp's chunks; so early that it is there when it is needed.
-  __device__ __forceinline__ void ask(int chunk, int step, int chunks, int lane) const {
+  // So early that it is there when it is needed.
+  __device__ __forceinline__ void ask(int columns) const {
 #pragma unroll 1
-    for (; chunk < chunks; chunk += step)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int at = RUN * chunk + 4 * lane + RUN / 2 * i;
-        copy_async(gains + at, gain + at, 16);
-      }
+    for (int i = 4 * threadIdx.x; i < columns; i += 128 * TEAMS * WARPS)
+      copy_async(gains + i, gain + i, 16);
   }
 };
 
-// A token's part of a chunk; a warp's come in this order.
-struct Item {
-  int chunk, token;
-  __device__ __forceinline__ void next(int tokens, int step) {
-    token = token + 1 < tokens ? token + 1 : 0;
-    chunk += token == 0 ? step : 0;
-  }
-};
-
-// All tokens' columns, to `memory`; a warp takes every `step`-th chunk. What comes from far away is
-// asked for SEVERAL at a time. To be normed, tokens are read twice, unless one turn is enough: what
-// is added up has the order of norm_row.cuh.
+// All tokens' columns, to `memory`. Each token's part of a chunk is an item, and lies behind the one
+// before it; a warp takes every STEP-th. What comes from far away is asked for SEVERAL at a time. To
+// be normed, items are read twice, unless one turn is enough for all of a warp's: what is added up
+// has the order of norm_row.cuh.
 template <class F>
 __device__ __forceinline__ void stage_blocks(const Product& all, const Norm& norm,
-                                             std::uint8_t* memory, int first, int step, int lane) {
+                                             std::uint8_t* memory, int first, int lane) {
   using M = RingMemory<F>;
   using O = Order<F>;
-  constexpr int SEVERAL = 3;
+  constexpr int SEVERAL = 3, STEP = TEAMS * WARPS;
   constexpr bool IS_IN_ORDER = O::APART == 4;
   const int size = M::tokens_bytes(all.tokens), chunks = chunks_of<F>(all.k);
-  const int column = O::column(lane >> 2, lane & 3);
+  const int count = all.tokens * chunks, column = O::column(lane >> 2, lane & 3);
   bool adds_up = norm.gain != nullptr;
-  Item item{first, 0};
-  while (true) {
+  int item = first;
+#pragma unroll 1
+  while (adds_up || item < count) {
     float4 a[SEVERAL], b[SEVERAL];
-    const int from = IS_IN_ORDER || !adds_up ? column : 8 * lane;
+    const float* from = all.x + item * RUN + (IS_IN_ORDER || !adds_up ? column : 8 * lane);
     const int apart = IS_IN_ORDER || !adds_up ? O::APART : 4;
-    Item next = item;
 #pragma unroll
-    for (int i = 0; i < SEVERAL; ++i) {
-      const unsigned at = next.token * all.k + min(next.chunk, chunks - 1) * M::COLUMNS + from;
-      a[i] = *reinterpret_cast<const float4*>(all.x + at);
-      b[i] = *reinterpret_cast<const float4*>(all.x + at + apart);
-      next.next(all.tokens, step);
+    for (int i = 0; i < SEVERAL; ++i, from += STEP * RUN) {
+      if (item + i * STEP >= count) break;
+      a[i] = *reinterpret_cast<const float4*>(from);
+      b[i] = *reinterpret_cast<const float4*>(from + apart);
     }
     if (adds_up) {
-      const bool is_all = item.chunk == first && item.token == 0 && next.chunk >= chunks;
 #pragma unroll
       for (int i = 0; i < SEVERAL; ++i) {
-        if (item.chunk >= chunks) break;
+        if (item + i * STEP >= count) break;
         const float sum = warp_join(squares_of(a[i], b[i]), Add());
-        if (lane == 0) norm.sums[item.token * chunks + item.chunk] = sum;
-        item.next(all.tokens, step);
+        if (lane == 0) norm.sums[item + i * STEP] = sum;
       }
-      if (item.chunk < chunks) continue;
+      const bool is_first = item == first;
+      item += SEVERAL * STEP;
+      if (item < count) continue;
       adds_up = false;
+      item = first;
       wait_for_copies<DEPTH>();  // gains
       __syncthreads();
-      item = Item{first, 0};
-      if (!IS_IN_ORDER || !is_all) continue;
+      if (!IS_IN_ORDER || !is_first) continue;
     }
-    if (item.chunk >= chunks) break;
 #pragma unroll 1
-    for (int left = SEVERAL; left > 0 && item.chunk < chunks; --left) {
+    for (int left = SEVERAL; left > 0 && item < count; --left, item += STEP) {
+      int token = 0, chunk = item;
+      while (chunk >= chunks) ++token, chunk -= chunks;
       if (norm.gain != nullptr) {
-        const float* gains = norm.gains + item.chunk * M::COLUMNS + column;
+        const float* gains = norm.gains + chunk * RUN + column;
         const float factor =
-            norm_factor(norm.sums + item.token * chunks, chunks, 1.0f / all.k, norm.eps, lane);
+            norm_factor(norm.sums + token * chunks, chunks, norm.share, norm.eps, lane);
         a[0] = scaled(scaled(a[0], *reinterpret_cast<const float4*>(gains)), factor);
         b[0] = scaled(scaled(b[0], *reinterpret_cast<const float4*>(gains + O::APART)), factor);
       }
-      typename M::Staged(memory + item.chunk * size, all.tokens).put(item.token, a[0], b[0], lane);
+      typename M::Staged(memory + chunk * size, all.tokens).put(token, a[0], b[0], lane);
 #pragma unroll
       for (int i = 1; i < SEVERAL; ++i) a[i - 1] = a[i], b[i - 1] = b[i];
-      item.next(all.tokens, step);
     }
   }
 }
 
 template <class F>
 __device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
-                                      int chunk, int step, int lane) {
+                                      int chunk, int lane) {
   using M = RingMemory<F>;
   if constexpr (Order<F>::IS_BLOCK) {
-    stage_blocks<F>(all, norm, memory, chunk, step, lane);
+    stage_blocks<F>(all, norm, memory, chunk, lane);
   } else {  // which are not asked to norm
     const int size = M::tokens_bytes(all.tokens), chunks = chunks_of<F>(all.k);
-    for (; chunk < chunks; chunk += step)
+    for (; chunk < chunks; chunk += TEAMS * WARPS)
       typename M::Staged(memory + chunk * size, all.tokens)
           .stage(all.x, all.tokens, all.k, chunk * M::COLUMNS, lane);
   }
@@ -313,12 +301,12 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, unsigned m
   const int step = TEAMS * blocks;
   int unit = block + team * blocks;
   Ahead<F> ahead(units, unit, step, warp, lane);
-  if (norm.gain != nullptr) norm.ask(warp_of_block, TEAMS * WARPS, chunks, lane);
+  if (norm.gain != nullptr) norm.ask(all.k);
 #pragma unroll 1
   for (int i = -1; i < DEPTH; ++i) ahead.fetch(ring + i * Raw::SIZE);
   grid_wait();
   // Of the whole warp, one number: branches on it need no code for lanes that go apart.
-  stage<F>(all, norm, shared, __shfl_sync(~0u, warp_of_block, 0), TEAMS * WARPS, lane);
+  stage<F>(all, norm, shared, __shfl_sync(~0u, warp_of_block, 0), lane);
   __syncthreads();
 
   int place = 0;
@@ -357,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                   const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
                   const float* x, int k, int tokens, int epilogue, int others, int first_other,
-                  const float* gain, float eps) {
+                  const float* gain, float eps, float share) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
@@ -365,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      {weights1, bias1, out1, rows1},
                      {weights2, bias2, out2, rows2}},
                     x, k, tokens, tokens, static_cast<Epilogue>(epilogue)};
-  const Norm norm{gain, eps};
+  const Norm norm{gain, eps, share};
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
