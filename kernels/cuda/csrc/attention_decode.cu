@@ -115,14 +115,25 @@ __device__ __forceinline__ void place_rows(Shared& sh, const Rows& mine, const I
   clear_quads(sh.q + mine.used * PITCH, (ROWS - mine.used) * (PITCH / 8), threadIdx.x, THREADS);
 }
 
+// A warp reads two rows at once.
 __device__ __forceinline__ void stage_queries(Shared& sh, const float* q, int dim, float scale,
                                               int warp, int lane) {
 #pragma unroll 1
-  for (int m = warp; m < sh.used; m += STRANDS) {
-    const float* from = q + static_cast<unsigned>(sh.query[m]) * width_of(dim);
-    const float power =
-        stage_query<DIM, KvTile::IN_FOURS>(from, width_of(dim), sh.q + m * PITCH, lane);
-    if (lane == 0) sh.rows[m].factor = power * scale;
+  for (int m = warp; m < sh.used; m += 2 * STRANDS) {
+    Query<DIM> queries[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned query = sh.query[min(m + i * STRANDS, sh.used - 1)];
+      queries[i].read(q + query * width_of(dim), width_of(dim), lane);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = m + i * STRANDS;
+      if (row >= sh.used) break;
+      const float power =
+          queries[i].template stage<KvTile::IN_FOURS>(sh.q + row * PITCH, lane);
+      if (lane == 0) sh.rows[row].factor = power * scale;
+    }
   }
 }
 
@@ -340,14 +351,14 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   }
   __syncthreads();
   Steps::State state(sh.from);
-  sh.strands[warp].begin(sh.from, lane);
+  sh.strands[warp].begin(sh.from, state, item.fresh, lane);
   const Places places{((is_planned ? number * chunk : number) - item.begin) * num_heads * stride,
                       stride};
   const bool is_only = all.first == all.last;
   place_rows(sh, mine, item, places, positions, is_only, piece, num_heads, limit, window, most);
   __syncthreads();
   grid_wait();
-  sh.strands[warp].refresh(sh.from, state, item.fresh, lane);
+  sh.strands[warp].go_on(sh.from, state, lane);
   stage_queries(sh, q, key_dim, scale, warp, lane);
   __syncthreads();
 

@@ -90,40 +90,58 @@ __device__ __forceinline__ unsigned warp_largest(unsigned x) {
 #endif
 }
 
-// The fp16 form of a query: times a power of two that brings its largest value to [128, 256).
-// Returns the power that undoes it. A warp calls; x: `dim` floats, to: DIM halves. IN_FOURS: of
-// each 16, halves 2 c, 2 c + 1, 8 + 2 c and 9 + 2 c become four neighbours from 4 c on (ByteTile).
-template <int DIM, bool IN_FOURS = false>
-__device__ __forceinline__ float stage_query(const float* x, int dim, half_bits* to, int lane) {
-  constexpr int EACH = (DIM + 127) / 128;
+// A query on its way to fp16, which a warp holds: times a power of two that brings its largest value
+// to [128, 256).
+template <int DIM>
+struct Query {
+  static constexpr int EACH = (DIM + 127) / 128;
   float4 v[EACH];
-  unsigned most = 0;
+
+  // x: `dim` floats
+  __device__ __forceinline__ void read(const float* x, int dim, int lane) {
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int at = 128 * i + 4 * lane;
-    v[i] = at < dim ? *reinterpret_cast<const float4*>(x + at) : float4{0, 0, 0, 0};
-    most = max(max(most, __float_as_uint(v[i].x) << 1), __float_as_uint(v[i].y) << 1);
-    most = max(max(most, __float_as_uint(v[i].z) << 1), __float_as_uint(v[i].w) << 1);
-  }
-  most = warp_largest(most);
-  int exponent = static_cast<int>(most >> 24) - 127;
-  if (exponent == 128 || exponent < -100) exponent = 7;  // not finite, or as good as zero
-  const float up = __uint_as_float((127u + 7 - exponent) << 23);
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int at = 128 * i + 4 * lane;
-    if (at < DIM) {
-      uint2 h;
-      h.x = half_pair(v[i].x * up, v[i].y * up), h.y = half_pair(v[i].z * up, v[i].w * up);
-      if (IN_FOURS) {
-        half_bits* pairs = to + at / 16 * 16 + at % 16 / 2;
-        *reinterpret_cast<unsigned*>(pairs) = h.x, *reinterpret_cast<unsigned*>(pairs + 8) = h.y;
-      } else {
-        *reinterpret_cast<uint2*>(to + at) = h;
-      }
+    for (int i = 0; i < EACH; ++i) {
+      const int at = 128 * i + 4 * lane;
+      v[i] = at < dim ? *reinterpret_cast<const float4*>(x + at) : float4{0, 0, 0, 0};
     }
   }
-  return __uint_as_float((127u - 7 + exponent) << 23);
+  // Returns the power that undoes it. to: DIM halves. IN_FOURS: of each 16, halves 2 c, 2 c + 1,
+  // 8 + 2 c and 9 + 2 c become four neighbours from 4 c on (ByteTile).
+  template <bool IN_FOURS>
+  __device__ __forceinline__ float stage(half_bits* to, int lane) const {
+    unsigned most = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      most = max(max(most, __float_as_uint(v[i].x) << 1), __float_as_uint(v[i].y) << 1);
+      most = max(max(most, __float_as_uint(v[i].z) << 1), __float_as_uint(v[i].w) << 1);
+    }
+    most = warp_largest(most);
+    int exponent = static_cast<int>(most >> 24) - 127;
+    if (exponent == 128 || exponent < -100) exponent = 7;  // not finite, or as good as zero
+    const float up = __uint_as_float((127u + 7 - exponent) << 23);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = 128 * i + 4 * lane;
+      if (at < DIM) {
+        uint2 h;
+        h.x = half_pair(v[i].x * up, v[i].y * up), h.y = half_pair(v[i].z * up, v[i].w * up);
+        if (IN_FOURS) {
+          half_bits* pairs = to + at / 16 * 16 + at % 16 / 2;
+          *reinterpret_cast<unsigned*>(pairs) = h.x, *reinterpret_cast<unsigned*>(pairs + 8) = h.y;
+        } else {
+          *reinterpret_cast<uint2*>(to + at) = h;
+        }
+      }
+    }
+    return __uint_as_float((127u - 7 + exponent) << 23);
+  }
+};
+
+template <int DIM>
+__device__ __forceinline__ float stage_query(const float* x, int dim, half_bits* to, int lane) {
+  Query<DIM> query;
+  query.read(x, dim, lane);
+  return query.template stage<false>(to, lane);
 }
 
 }  // namespace voltapile

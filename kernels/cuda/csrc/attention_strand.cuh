@@ -77,7 +77,7 @@ struct HalfTile {
 #if VP_ARCH >= 800
 // STEP positions as q8_0 has them; they become halves on their way to the tensor core. Where halves
 // lie, two bytes are one: of 16 dimensions a lane gets 4 pair to 4 pair + 3. Queries must lie in
-// that order (stage_query), and results come out in it. Rows start an odd number of 16 bytes apart.
+// that order (Query), and results come out in it. Rows start an odd number of 16 bytes apart.
 struct ByteTile {
   static constexpr int WIDTH = 32, WIDE = DIM + 16, SCALES = DIM / 16;
   static constexpr bool IN_FOURS = true;
@@ -197,22 +197,24 @@ struct Walk {
 };
 
 // With cp.async: STAGES steps are under way. Positions from `fresh` on are written by the kernel
-// before this one, so what was asked for before waiting is asked for again there.
+// before this one, so the first step that has any, and those behind it, are asked for after waiting.
 struct CopiedSteps {
   KvTile tiles[STAGES][2];  // keys, values
 
   struct State {
     Walk ahead;  // at the step that is asked for next
-    int page, stage = 0;
+    int page, stage = 0, asked;  // the latter of the first STAGES
     __device__ explicit State(const Source& s) : ahead(s) {
 #pragma unroll 1
       for (int i = 0; i < STAGES; ++i) ahead.go_on(s);
       page = s.where.at(ahead.p);
     }
   };
-  __device__ void begin(const Source& s, int lane) { ask_first(s, 0, false, lane); }
-  __device__ void refresh(const Source& s, State&, int fresh, int lane) {
-    if (fresh < s.end) ask_first(s, fresh, true, lane);
+  __device__ void begin(const Source& s, State& state, int fresh, int lane) {
+    state.asked = ask_first(s, 0, fresh, lane);
+  }
+  __device__ void go_on(const Source& s, const State& state, int lane) {
+    if (state.asked < STAGES) ask_first(s, state.asked, 1 << 30, lane);
   }
   __device__ const KvTile& keys(const Source&, const State& state, int, int) {
     wait_for_copies<2 * STAGES - 1>();
@@ -247,25 +249,24 @@ struct CopiedSteps {
       tiles[state.stage][which].copy(s.caches[which].head(state.page), state.ahead.p, lane);
     commit_copies();
   }
-  // For the first STAGES steps, as far as they have positions from `fresh` on. A call, for its code
-  // runs twice.
-  __device__ __noinline__ void ask_first(const Source& s, int fresh, bool is_again, int lane) {
+  // For the first STAGES steps, from step `first` to before one that has positions from `fresh` on;
+  // returns which that is. A call, for its code runs twice.
+  __device__ __noinline__ int ask_first(const Source& s, int first, int fresh, int lane) {
     Walk at(s);
+    int i = 0;
 #pragma unroll 1
-    for (int i = 0; i < STAGES; ++i) {
-      const bool is_asked = !at.is_done(s) && at.p + STEP > fresh;
+    for (; i < STAGES; ++i, at.go_on(s)) {
+      if (i < first) continue;
+      const bool is_asked = !at.is_done(s);
+      if (is_asked && at.p + STEP > fresh) break;
       const int page = s.where.at(at.p);
-      if (is_again && is_asked) {  // there is one copy of a place at a time
-        wait_for_copies<0>();
-        __syncwarp();
-      }
 #pragma unroll 1
       for (int which = 0; which < 2; ++which) {
         if (is_asked) tiles[i][which].copy(s.caches[which].head(page), at.p, lane);
         commit_copies();
       }
-      at.go_on(s);
     }
+    return i;
   }
 };
 
@@ -282,10 +283,8 @@ struct ReadSteps {
     int page, next;
     __device__ explicit State(const Source& s) : page(s.where.at(Walk(s).p)) {}
   };
-  __device__ void begin(const Source&, int) {}
-  __device__ void refresh(const Source& s, State& state, int, int) {
-    read_keys(s, state, Walk(s).p);
-  }
+  __device__ void begin(const Source&, State&, int, int) {}
+  __device__ void go_on(const Source& s, State& state, int) { read_keys(s, state, Walk(s).p); }
   __device__ const HalfTile& keys(const Source& s, State& state, int p, int) {
     put(s.caches[0], s, state, p);
     if (IS_AHEAD) state.fetch.read(s.caches[1], state.page, p, s.low, s.high);
