@@ -42,9 +42,10 @@ INSTANCES = [POOL, RING, SCORES, TILED, CHOOSE, *ATTEND.values(), JOIN]
 
 SCORES_BYTES = 48 << 20  # of some tokens against all blocks
 WIDEST_KEY = 256
-# Of index_scores_tiled: keys of a warp at once, how often, warps at most, tokens from sm_80 on.
-KEYS, ROUNDS, MOST_WARPS, TOKENS = 16, 4, 16, 32
-STEP, WARPS, ROWS = 16, 4, 16  # of attend_to: positions and warps, and query heads of a block
+KEYS, CHOOSERS = 16, 512  # that a warp scores at once; threads of index_choose
+ROUNDS, MOST_WARPS, TOKENS = 4, 16, 32  # of index_scores_tiled: tokens from sm_80 on
+WARPS = 4  # of index_scores and attend_to
+STEP, ROWS = 16, 16  # of attend_to: positions of a warp, and query heads of a block
 AT_ONCE = 8  # pieces of a row that join_attended has on their way
 PIECE = STEP * WARPS  # positions of a block where several have a token
 FEWEST_PIECES = 1  # of prompt rows: there are blocks enough
@@ -147,7 +148,7 @@ def choose_blocks(
                     score(ops, q[part], cache, table, where, scores, chosen, start >= generated)
                 ops.kernel(CHOOSE)(
                     (len(own_counts),),
-                    256,
+                    CHOOSERS,
                     (
                         *_pointers(scores, where[1], blocks[part], own_counts),
                         *map(np.int32, (cache.shift, most, chosen)),
@@ -185,7 +186,7 @@ def score(
         )
         return
     ops.kernel(SCORES)(
-        (_groups(most, 128), tokens), 128, (*arrays, *map(np.int32, sizes)), shared=4 * q.shape[1]
+        (_groups(most, KEYS * WARPS), tokens), 32 * WARPS, (*arrays, *map(np.int32, sizes))
     )
 
 

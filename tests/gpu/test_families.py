@@ -32,7 +32,11 @@ from ..kernels.cuda.test_mixes import (  # noqa: F401
     test_prompts_go_another_way,
     test_streams_to_one,
 )
-from ..kernels.cuda.test_sparse import test_scores_of_prompts, test_sparse_attention  # noqa: F401
+from ..kernels.cuda.test_sparse import (  # noqa: F401
+    test_of_equal_scores_the_first,
+    test_scores_of_prompts,
+    test_sparse_attention,
+)
 from ..kernels.cuda.test_states import test_every_byte_moves  # noqa: F401
 from ..workers.test_golden_families import (
     LLAMA_CPP_KL,

@@ -12,7 +12,10 @@ namespace voltapile {
 
 constexpr int RING = 16;
 constexpr int WIDEST = 256;  // key
-constexpr int DIGITS = 256;
+constexpr int DIGIT = 10, DIGITS = 2 << DIGIT;  // bits, and values
+constexpr int CHOOSERS = 512;                   // threads that choose
+constexpr int LANES = 8, HEADS = 4, ROUNDS = 4;  // of a key, at once, and times 4 keys of a warp
+constexpr int KEYS = ROUNDS * 32 / LANES;
 
 __device__ __forceinline__ int warp_sum(int x) {
 #if !defined(VP_EMULATION) && __CUDA_ARCH__ >= 800
@@ -22,38 +25,80 @@ __device__ __forceinline__ int warp_sum(int x) {
 #endif
 }
 
-// Blocks that the threads before this one flag, and all of them; a count in each half of the int.
-__device__ __forceinline__ int before_me(int own, int* sums, int& all) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+// The sum of what the threads before this one have.
+__device__ __forceinline__ int before_me(int own, int* sums) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int upto = own;
 #pragma unroll 1
   for (int step = 1; step < 32; step <<= 1) {
     const int other = __shfl_up_sync(ALL, upto, step);
     if (lane >= step) upto += other;
   }
-  __syncthreads();  // sums may still be read
   if (lane == 31) sums[warp] = upto;
   __syncthreads();
-  const int its = lane < warps ? sums[lane] : 0;
-  all = warp_sum(its);
-  return upto - own + warp_sum(lane < warp ? its : 0);
+  return upto - own + warp_sum(lane < warp ? sums[lane] : 0);
 }
 
-__device__ __forceinline__ float dot(const float4& a, const float4& b) {
-  return (a.x * b.x + a.y * b.y) + (a.z * b.z + a.w * b.w);
-}
-// Of `wide` times four values; many of the key's are on their way at once.
-__device__ __forceinline__ float product(const float4* query, const float4* key, int wide) {
-  constexpr int AT_ONCE = 16;
-  float sum = 0.0f;
-  int i = 0;
-#pragma unroll 1
-  for (; i + AT_ONCE <= wide; i += AT_ONCE)
+// Where the choice is: of the last score that is taken the digits so far, and how many of those
+// with these digits are taken.
+struct Cut {
+  unsigned found;
+  int left;
+};
+
+// One more digit: that of the largest ones, counted in `digits`, where `left` is reached.
+__device__ __forceinline__ Cut next_digit(Cut cut, const int* digits, int* sums, Cut& shared) {
+  constexpr int EACH = DIGITS / CHOOSERS;  // digits of a thread
+  const int last = DIGITS - 1 - EACH * static_cast<int>(threadIdx.x);
+  int count[EACH], own = 0;
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) sum += dot(query[i + j], key[i + j]);
-#pragma unroll 1
-  for (; i < wide; ++i) sum += dot(query[i], key[i]);
-  return sum;
+  for (int i = 0; i < EACH; ++i) own += count[i] = digits[last - i];
+  int before = before_me(own, sums);
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    if (before < cut.left && before + count[i] >= cut.left)
+      shared = {cut.found << DIGIT | static_cast<unsigned>(last - i), cut.left - before};
+    before += count[i];
+  }
+  __syncthreads();
+  return shared;
+}
+
+// Which of 32 scores from `first` on are larger than the cut, and which are equal, as bits.
+__device__ __forceinline__ uint2 compare(const unsigned* scores, int i, int whole, unsigned found) {
+  const unsigned bits = i < whole ? scores[i] : 0u;
+  return {__ballot_sync(ALL, i < whole && bits > found),
+          __ballot_sync(ALL, i < whole && bits == found)};
+}
+
+// Numbers of the scores that are taken, rising. A warp has 32 * `rounds` neighbours.
+__device__ __forceinline__ void write_chosen(int* blocks, const unsigned* scores, int whole,
+                                             Cut cut, int (&counts)[2][32]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int rounds = (whole + CHOOSERS - 1) / CHOOSERS, first = 32 * rounds * warp + lane;
+  int larger = 0, equal = 0;  // before the warp's own
+#pragma unroll 4
+  for (int r = 0; r < rounds; ++r) {
+    const uint2 found = compare(scores, first + 32 * r, whole, cut.found);
+    larger += __popc(found.x), equal += __popc(found.y);
+  }
+  if (lane == 0) counts[0][warp] = larger, counts[1][warp] = equal;
+  __syncthreads();
+  larger = warp_sum(lane < warp ? counts[0][lane] : 0);
+  equal = warp_sum(lane < warp ? counts[1][lane] : 0);
+  const unsigned lower = (1u << lane) - 1;
+#pragma unroll 4
+  for (int r = 0; r < rounds; ++r) {
+    const uint2 found = compare(scores, first + 32 * r, whole, cut.found);
+    const int equals = equal + __popc(found.y & lower), to = larger + __popc(found.x & lower);
+    if ((found.x >> lane & 1) || ((found.y >> lane & 1) && equals < cut.left))
+      blocks[to + min(equals, cut.left)] = first + 32 * r;
+    larger += __popc(found.x), equal += __popc(found.y);
+  }
+}
+
+__device__ __forceinline__ float dot(const float4& a, const float4& b, float sum) {
+  return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
 }
 
 }  // namespace voltapile
@@ -131,45 +176,72 @@ index_ring(const float* keys, float* ring, const int* table, const int* slots,
   for (int i = threadIdx.x; i < dim; i += blockDim.x) to[i] = from[i];
 }
 
-// grid: (blocks of positions / 128, tokens), 128 threads. scores: [tokens][most]: of each whole
-// block the sum over heads of what is positive of q . key; of tokens that see more than `chosen` of
-// them.
+// grid: (blocks of positions / (4 * KEYS), tokens), 128 threads. scores: [tokens][most]: of each
+// whole block the sum over heads of what is positive of q . key; of tokens that see more than
+// `chosen` of them. Eight lanes have a key, all that a warp reads is on its way at once.
 extern "C" __global__ void __launch_bounds__(128, 1)
 index_scores(const float* q, const float* pooled, const int* table, const int* slots,
              const int* positions, float* scores, int heads, int dim, int shift, int width,
              int pages, int most, int chosen) {
-  extern __shared__ __align__(128) std::uint8_t shared[];
-  float4* queries = reinterpret_cast<float4*>(shared);
   grid_launch();
   grid_wait();
-  const int t = blockIdx.y, whole = min((positions[t] + 1) >> shift, most), wide = dim / 4;
-  if (whole <= chosen || static_cast<int>(blockIdx.x) * 128 >= whole) return;
-  const float4* own = reinterpret_cast<const float4*>(q) + static_cast<unsigned>(t * heads) * wide;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < heads * wide; i += 128) queries[i] = own[i];
-  __syncthreads();
-  const int index = blockIdx.x * 128 + threadIdx.x, per_page = PAGE >> shift;
-  if (index >= whole) return;
-  const int page = Pages{table, width, pages}.at(slots[t], index << shift);
-  float sum = 0.0f;
-  if (page >= 0) {
-    const float4* key = reinterpret_cast<const float4*>(
-        pooled + key_of(page, per_page, index & (per_page - 1), dim));
-    const float4* query = queries;
-#pragma unroll 1
-    for (int head = 0; head < heads; ++head, query += wide)
-      sum += fmaxf(product(query, key, wide), 0.0f);
+  const int t = blockIdx.y, whole = min((positions[t] + 1) >> shift, most), slot = slots[t];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, per_page = PAGE >> shift;
+  const int first = (blockIdx.x * 4 + warp) * KEYS;
+  if (whole <= chosen || first >= whole) return;
+  const float4* key[ROUNDS];
+#pragma unroll
+  for (int i = 0; i < ROUNDS; ++i) {
+    const int index = min(first + 4 * i + lane / LANES, whole - 1);
+    const int page = Pages{table, width, pages}.at(slot, index << shift);
+    key[i] = page < 0 ? nullptr
+                      : reinterpret_cast<const float4*>(
+                            pooled + key_of(page, per_page, index & (per_page - 1), dim));
   }
-  scores[static_cast<unsigned>(t * most + index)] = sum;
+  const int wide = dim / 4;
+  const float4* own = reinterpret_cast<const float4*>(q) + static_cast<unsigned>(t * heads * wide);
+  float total[ROUNDS] = {};
+#pragma unroll 1
+  for (int head = 0; head < heads; head += HEADS, own += HEADS * wide) {
+    float sum[ROUNDS][HEADS] = {};
+#pragma unroll 4
+    for (int c = lane % LANES; c < wide; c += LANES) {
+      float4 k[ROUNDS];
+#pragma unroll
+      for (int i = 0; i < ROUNDS; ++i) k[i] = key[i] ? key[i][c] : float4{0, 0, 0, 0};
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h) {
+        const float4 query = own[min(h, heads - head - 1) * wide + c];
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) sum[i][h] = dot(query, k[i], sum[i][h]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i)
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h) {
+#pragma unroll
+        for (int step = 1; step < LANES; step <<= 1)
+          sum[i][h] += __shfl_xor_sync(ALL, sum[i][h], step);
+        if (head + h < heads) total[i] += fmaxf(sum[i][h], 0.0f);
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < ROUNDS; ++i) {
+    const int index = first + 4 * i + lane / LANES;
+    if (lane % LANES == i && index < whole)
+      scores[static_cast<unsigned>(t * most + index)] = total[i];
+  }
 }
 
-// grid: (tokens), 256 threads. blocks: [tokens][chosen], rising; counts: [tokens]. The largest
+// grid: (tokens), CHOOSERS threads. blocks: [tokens][chosen], rising; counts: [tokens]. The largest
 // scores, of equal ones the first; all, if there are no more. Scores are not negative, so their
 // bits are in their order.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(CHOOSERS)
 index_choose(const float* scores, const int* positions, int* blocks, int* counts, int shift,
              int most, int chosen) {
-  __shared__ int digits[DIGITS], sums[32], digit, above;
+  __shared__ int digits[DIGITS], sums[32], of_warps[2][32];
+  __shared__ Cut shared_cut;
   grid_launch();
   grid_wait();
   const int t = blockIdx.x, whole = min((positions[t] + 1) >> shift, most);
@@ -178,42 +250,23 @@ index_choose(const float* scores, const int* positions, int* blocks, int* counts
   if (threadIdx.x == 0) counts[t] = min(whole, chosen);
   if (whole <= chosen) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < whole; i += 256) blocks[i] = i;
+    for (int i = threadIdx.x; i < whole; i += CHOOSERS) blocks[i] = i;
     return;
   }
-  unsigned found = 0;  // the digits of the last score that is taken
-  int left = chosen;   // how many of those with these digits are
+  Cut cut{0, chosen};
 #pragma unroll 1
-  for (int place = 24; place >= 0; place -= 8) {
-    digits[threadIdx.x] = 0;
+  for (int place = 2 * DIGIT; place >= 0; place -= DIGIT) {  // the first digit has one bit more
+#pragma unroll
+    for (int i = 0; i < DIGITS; i += CHOOSERS) digits[i + threadIdx.x] = 0;
     __syncthreads();
-#pragma unroll 4
-    for (int i = threadIdx.x; i < whole; i += 256) {
-      const unsigned bits = own[i];
-      if (place == 24 || bits >> (place + 8) == found) atomicAdd(digits + (bits >> place & 255), 1);
+#pragma unroll 8
+    for (int i = threadIdx.x; i < whole; i += CHOOSERS) {
+      const unsigned upper = own[i] >> place;
+      if (upper >> DIGIT == cut.found || place == 2 * DIGIT)
+        atomicAdd(digits + (upper - (cut.found << DIGIT)), 1);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      int sum = 0, d = DIGITS - 1;
-#pragma unroll 1
-      for (; d > 0 && sum + digits[d] < left; --d) sum += digits[d];
-      digit = d, above = sum;
-    }
-    __syncthreads();
-    found = found << 8 | static_cast<unsigned>(digit);
-    left -= above;
-    __syncthreads();
+    cut = next_digit(cut, digits, sums, shared_cut);
   }
-  int larger = 0, equal = 0;  // blocks so far
-#pragma unroll 1
-  for (int base = 0; base < whole; base += 256) {
-    const int i = base + threadIdx.x;
-    const unsigned bits = i < whole ? own[i] : 0u;
-    const bool is_larger = i < whole && bits > found, is_equal = i < whole && bits == found;
-    int all;
-    const int before = before_me(is_larger + (is_equal << 16), sums, all);
-    const int equals = equal + (before >> 16), taken = larger + (before & 0xffff);
-    if (is_larger || (is_equal && equals < left)) blocks[taken + min(equals, left)] = i;
-    larger += all & 0xffff, equal += all >> 16;
-  }
+  write_chosen(blocks, own, whole, cut, of_warps);
 }

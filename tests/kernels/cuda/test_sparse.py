@@ -108,6 +108,26 @@ def test_scores_of_prompts(
             np.testing.assert_array_equal(later[t - 9, : len(whole)], found[t, : len(whole)])
 
 
+@pytest.mark.parametrize("generated", [0, 3])
+def test_of_equal_scores_the_first(ops: Any, generated: int) -> None:  # noqa: F811
+    """Scores are small whole numbers, and zeros where there are fewer positive ones than wanted."""
+    width, dim, block, top_k = 70, 32, 4, 4 * 100
+    pages = np.arange(width, dtype=np.int32)[None, ::-1].copy()
+    random = np.random.default_rng(6)
+    own, truth = (each.index_cache(width, PAGE, dim, block) for each in (ops, REF))
+    truth.pooled[...] = random.integers(-1, 2, truth.pooled.shape)
+    truth.pooled[..., 0] = random.random(truth.pooled.shape[:2]) < 0.05
+    ops.upload(own.pooled, truth.pooled)
+    q = np.float32(random.integers(-1, 2, (3, 2 * dim)))
+    q[1:] = 0
+    q[1, [0, dim]] = 1, -1
+    batch = batch_of([0] * 3, [width * PAGE - 1] * 3, pages=(pages,), generated=generated)
+    chosen = ops.choose_blocks(ops.array(q), own, device(ops, batch), 0, 2, top_k)
+    blocks, expected = ops.to_host(chosen.blocks), REF.choose_blocks(q, truth, batch, 0, 2, top_k)
+    for t in range(3):
+        np.testing.assert_array_equal(blocks[t], expected[t][::block] // block)
+
+
 def put(
     kernels: Any, own: Any, truth: Any, page: int, row: int, key: np.ndarray, value: np.ndarray
 ) -> None:
