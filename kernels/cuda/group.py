@@ -11,16 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.links import (
+    LONGEST_ROW,
     MESSAGE,
     PACK_BLOCKS,
     PACK_FLOATS,
     PIECE,
     PIECE_BLOCKS,
+    ROW_BLOCKS,
     SLOTS,
     TWIN,
     Links,
 )
-from voltapile.kernels.cuda.rows import LONGEST_HEAD, norm_threads
+from voltapile.kernels.cuda.rows import LONGEST_HEAD
 
 SUM = Instance("group_packs.cu", "group_sum", waits=True)
 SUM_NORM = Instance("group_norm.cu", "group_sum_norm", waits=True)
@@ -48,7 +50,7 @@ SLICE_BYTES = 1 << 20  # of an array up to which slices go as packs
 MOST_PACKS = PACK_BLOCKS * SLOTS  # of one launch
 FEWEST_THREADS, FAVOURED_BLOCKS = 64, 64
 PIECE_THREADS = 512
-LONGEST_NORM = 9 * 1024  # of a row: nine floats for each of a block's threads
+RUN = 256  # columns of a warp, where rows are normed: csrc/norm_row.cuh
 
 
 def all_reduce(
@@ -122,7 +124,7 @@ def all_reduce_rows(
 def can_norm(links: Links, shape: tuple[int, ...]) -> bool:
     """Whether a sum of that shape can take the norm of its rows along."""
     rows, n = shape
-    fits = n % 4 == 0 and LONGEST_HEAD < n <= LONGEST_NORM and rows * _units(n) <= PACK_BLOCKS
+    fits = n % 4 == 0 and LONGEST_HEAD < n <= LONGEST_ROW and rows <= ROW_BLOCKS
     return fits and links.islands == 1 and (links.ranks - 1) * rows * n * 4 <= PUSH_BYTES
 
 
@@ -140,14 +142,8 @@ def all_reduce_norm(
     assert (weight.shape, out.shape) == ((n,), x.shape), (weight.shape, out, x)
     address = 0 if part is None else part.ptr
     arrays = links.record, address, x.ptr, weight.ptr, out.ptr
-    ranks = np.int32(links.rank), np.int32(links.ranks)
-    numbers = np.int32(n), np.float32(eps), np.int32(_units(n))
-    ops.kernel(SUM_NORM)((rows,), norm_threads(n), (*arrays, *numbers, *ranks), 4 * n)
-
-
-def _units(n: int) -> int:
-    """So many blocks' packs has a row."""
-    return -(-n // (PACK_FLOATS * SLOTS))
+    numbers = np.int32(n), np.float32(eps), np.int32(links.rank), np.int32(links.ranks)
+    ops.kernel(SUM_NORM)((rows,), 32 * -(-n // RUN), (*arrays, *numbers), 8 * n)
 
 
 def all_gather(

@@ -17,7 +17,9 @@ MOST_RANKS = 16
 PACK_BLOCKS, PIECE_BLOCKS = 128, 256  # of a grid, at most
 SLOTS, PIECE, TWIN, MESSAGE = 512, 4096, 2048, 2048  # packs, floats of a block
 PACK_FLOATS = 3
-FLAGS_AT = 2 * PACK_BLOCKS * SLOTS * 24 + 2 * PIECE_BLOCKS * (PIECE + MESSAGE) * 4
+ROW_BLOCKS, LONGEST_ROW = 32, 5120  # rows of one sum that norms them, floats of each
+_PACKS, _PIECES = 2 * PACK_BLOCKS * SLOTS * 24, 2 * PIECE_BLOCKS * (PIECE + MESSAGE) * 4
+FLAGS_AT = _PACKS + _PIECES + 2 * ROW_BLOCKS * LONGEST_ROW * 4
 ROOM = FLAGS_AT + (64 << 10)  # bytes of a rank at each other one
 
 FINE, LATE, ENDED = range(3)  # what a report begins with
@@ -46,6 +48,7 @@ RECORD = np.dtype(
         ("pieces", *_COUNTS),
         ("sent", *_COUNTS),
         ("taken", *_COUNTS),
+        ("rows", "<u4", ROW_BLOCKS),
     ]
 )
 

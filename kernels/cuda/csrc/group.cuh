@@ -5,6 +5,8 @@
 // and reads the other half of none before the peer has answered. A block of a kernel counts its own
 // exchanges with each peer, and block b of all ranks makes the same ones; so a rank that writes
 // exchange n + 2 has seen the peer's n + 1, and the peer has read n. Two halves are enough.
+// Rows of fours (group_norm.cu) have no count in them: who has read a row empties its place, and
+// that is done before the next exchange begins.
 // Messages (send, receive) go one way and are acknowledged by a count of their own. A count has 32
 // bits: only a slot that lay unused for exactly 2^32 exchanges of its block could be misread.
 //
@@ -20,13 +22,16 @@ constexpr int SLOTS = 512;   // packs of a block in one exchange
 constexpr int PIECE = 4096;  // floats of a block in one exchange of plain data
 constexpr int TWIN = 2048;   // the same, where there are two ranks
 constexpr int MESSAGE = 2048;  // floats of a block in one of a message's parts
-// A rank's room at another: packs, pieces, messages, flags.
+constexpr int ROW_BLOCKS = 32;     // rows of one sum that norms them
+constexpr int LONGEST_ROW = 5120;  // floats of it, eight of a thread
+// A rank's room at another: packs, pieces, messages, rows, flags.
 constexpr int HALF_PACKS = PACK_BLOCKS * SLOTS;
 constexpr long long HALF_PIECES = 4LL * PIECE_BLOCKS * PIECE;
 constexpr long long HALF_MESSAGES = 4LL * PIECE_BLOCKS * MESSAGE;
 constexpr long long PACKS_AT = 0, PIECES_AT = 2LL * HALF_PACKS * 24;
 constexpr long long MESSAGES_AT = PIECES_AT + 2 * HALF_PIECES;
-constexpr long long FLAGS_AT = MESSAGES_AT + 2 * HALF_MESSAGES;
+constexpr long long HALF_ROWS = 4LL * ROW_BLOCKS * LONGEST_ROW;
+constexpr long long ROWS_AT = MESSAGES_AT + 2 * HALF_MESSAGES, FLAGS_AT = ROWS_AT + 2 * HALF_ROWS;
 enum Flag { PIECE_FLAG, SENT_FLAG, TAKEN_FLAG, ROWS_FLAG };  // each PIECE_BLOCKS words
 
 enum Code { FINE, LATE, ENDED };
@@ -54,6 +59,7 @@ struct Group {
   unsigned packs[MOST_RANKS][PACK_BLOCKS];  // exchanges so far
   unsigned pieces[MOST_RANKS][PIECE_BLOCKS];
   unsigned sent[MOST_RANKS][PIECE_BLOCKS], taken[MOST_RANKS][PIECE_BLOCKS];
+  unsigned rows[ROW_BLOCKS];  // with all ranks at once
 };
 
 // The patience of one thread in one kernel. Looking up must be cheap: while a rank looks up it is
@@ -75,13 +81,14 @@ class Wait {
   }
 
  private:
-  static constexpr long long SELDOM = 1 << 21, SOON = 1 << 23;  // ticks: one to four ms or so
+  // In 1,024 ticks: one to four ms or so. Their number comes round after half an hour.
+  static constexpr unsigned SELDOM = 1 << 11, SOON = 1 << 13;
 
   __device__ bool look_up(int other) {
-    const long long now = ticks();
+    const unsigned now = static_cast<unsigned>(ticks() >> 10) | 1;
     if (began_ == 0) began_ = looked_ = now;
     if (load_fresh(&group_->has_failed)) return true;
-    if (now - began_ > group_->limit_ticks) return fail(LATE, other);
+    if (now - began_ > group_->limit_ticks >> 10) return fail(LATE, other);
     if (now - looked_ < SELDOM || threadIdx.x % 32 != 0) return false;
     looked_ = now;
     if (load_fresh(group_->abort)) return fail(ENDED, other);
@@ -103,8 +110,7 @@ class Wait {
   }
 
   Group* group_;
-  unsigned looks_ = 0;
-  long long began_ = 0, looked_ = 0;
+  unsigned looks_ = 0, began_ = 0, looked_ = 0;
   bool has_told_ = false;
 };
 
@@ -169,6 +175,11 @@ __device__ __forceinline__ uint4* eights_of(char* room, unsigned exchange) {
 __device__ __forceinline__ float* message_of(char* room, unsigned number) {
   return reinterpret_cast<float*>(room + MESSAGES_AT + (number & 1) * HALF_MESSAGES) +
          blockIdx.x * MESSAGE;
+}
+// This block's row.
+__device__ __forceinline__ uint4* row_of(char* room, unsigned exchange) {
+  return reinterpret_cast<uint4*>(room + ROWS_AT + (exchange & 1) * HALF_ROWS) +
+         blockIdx.x * (LONGEST_ROW / 4);
 }
 __device__ __forceinline__ unsigned* flag_of(char* room, Flag flag) {
   return reinterpret_cast<unsigned*>(room + FLAGS_AT) + flag * PIECE_BLOCKS + blockIdx.x;

@@ -1,6 +1,7 @@
-// The sum that ends a part of a layer, and the norm that begins the next one: a block for each row
-// gathers its row's packs, keeps the row in shared memory, and norms it there, with the bits of
-// norm.cu (norm_row.cuh).
+// The sum that ends a part of a layer, and the norm that begins the next one: a block for each row,
+// whose threads keep what they send, add and norm; little of it in registers, so that it finds room
+// beside a product that still runs.
+#include "attention_copies.cuh"
 #include "grid.cuh"
 #include "group.cuh"
 #include "norm_row.cuh"
@@ -9,117 +10,134 @@ extern __shared__ __align__(16) unsigned char shared[];
 
 namespace voltapile {
 
-constexpr int HELD = 4;   // float4 that a thread norms
-constexpr int PACKS = 3;  // that it sums
+constexpr int HELD = 2;  // float4 of a thread, a lane's columns of a run
 
 __device__ __forceinline__ float4 zeros() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
-
-__device__ __forceinline__ void keep(float* row, int at, int n, Sum values) {
-  if (at < n) row[at] = values.x;
-  if (at + 1 < n) row[at + 1] = values.y;
-  if (at + 2 < n) row[at + 2] = values.z;
+__device__ __forceinline__ float4 plus(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Sends this rank's part of a row to all others, and leaves it in shared memory.
-__device__ __forceinline__ void push_row(Group* group, const unsigned* part, float* row, int n,
-                                         int first, int rank, int ranks) {
-  const int packs = (n + 2) / 3;
-  Words own[PACKS];
+// This thread's part of a row of `count` float4.
+struct Place {
+  int count;
+  __device__ __forceinline__ int operator()(int i) const { return HELD * threadIdx.x + i; }
+  __device__ __forceinline__ bool has(int i) const { return (*this)(i) < count; }
+
+  __device__ __forceinline__ void load(const float* row, float4 (&values)[HELD]) const {
 #pragma unroll
-  for (int k = 0; k < PACKS; ++k) own[k] = words_at(part, 3 * (k * blockDim.x + threadIdx.x), n);
+    for (int i = 0; i < HELD; ++i)
+      values[i] = has(i) ? reinterpret_cast<const float4*>(row)[(*this)(i)] : zeros();
+  }
+  __device__ __forceinline__ void store(float* row, const float4 (&values)[HELD]) const {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      if (has(i)) reinterpret_cast<float4*>(row)[(*this)(i)] = values[i];
+    }
+  }
+  // To shared memory, where it is when copies were waited for.
+  __device__ __forceinline__ void fetch(const float* row, float* to) const {
+#if VP_ARCH >= 800
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      if (has(i)) copy_async(to + 4 * (*this)(i), row + 4 * (*this)(i), 16);
+    }
+    commit_copies();
+#else
+    float4 values[HELD];
+    load(row, values);
+    store(to, values);
+#endif
+  }
+};
+
+// This rank's part of the row, to all others; neighbours write what lies side by side.
+__device__ __forceinline__ void push(const Group* group, unsigned exchange, const Place& at,
+                                     const float4 (&values)[HELD], int rank, int ranks) {
 #pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r == rank) continue;
-    const Peer& peer = group->peers[r];
+    uint4* to = row_of(group->peers[r].out, exchange) + threadIdx.x;
 #pragma unroll
-    for (int k = 0; k < PACKS; ++k) {
-      const int i = k * blockDim.x + threadIdx.x, block = first + i / SLOTS;
-      if (i < packs) push(peer, group->packs[r][block] + 1, own[k], block, i % SLOTS);
+    for (int i = 0; i < HELD; ++i) {
+      if (at.has(i)) store_four(to + i * blockDim.x, hidden(values[i]));
     }
-  }
-#pragma unroll
-  for (int k = 0; k < PACKS; ++k) {
-    Sum values;
-    values.start(own[k]);
-    keep(row, 3 * (k * blockDim.x + threadIdx.x), n, values);
   }
 }
 
-// x (a row of n) += the sum of the parts; the row is left in shared memory. A row has `units` of
-// the blocks that packs are counted by.
-__device__ void sum_row(Group* group, const unsigned* part, float* x, float* row, int n, int units,
-                        int rank, int ranks) {
-  const int packs = (n + 2) / 3, first = blockIdx.x * units;
-  push_row(group, part, row, n, first, rank, ranks);
-  Wait wait(group);
-#pragma unroll 1  // what a wait that lasts does is long
-  for (int i = threadIdx.x; i < packs; i += blockDim.x) {
-    const int block = first + i / SLOTS;
-    const Words old = words_at(reinterpret_cast<const unsigned*>(x), 3 * i, n);
-    Sum sum;
-#pragma unroll 1
-    for (int r = 0; r < ranks; ++r) {
-      const Words words = r == rank
-          ? words_at(reinterpret_cast<const unsigned*>(row), 3 * i, n)
-          : pull(group->peers[r], r, group->packs[r][block] + 1, wait, block, i % SLOTS);
-      if (r == 0) sum.start(words);
-      else sum.add(words);
+// What the peer has pushed; its place is then empty again.
+__device__ __forceinline__ void pull(const Peer& peer, int other, unsigned exchange,
+                                     const Place& at, Wait& wait, float4 (&values)[HELD]) {
+  const int is_narrow = peer.is_narrow;
+  uint4* from = row_of(peer.in, exchange) + threadIdx.x;
+  bool has_come;
+  do {
+    has_come = true;
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      if (!at.has(i)) continue;
+      const uint4 words = load_four(from + i * blockDim.x);
+      has_come &= is_whole(words);
+      values[i] = shown(words);
     }
-    Sum all;
-    all.start(old);
-    all.add(sum.words());
-    keep(row, 3 * i, n, all);
-    keep(x, 3 * i, n, all);
+  } while (!has_come && !wait.is_over(other));
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    if (at.has(i)) store_four(from + i * blockDim.x, uint4{0, 0, 0, 0});
   }
-  wait.end();
-  __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < units * ranks; i += blockDim.x) {
-    if (i % ranks != rank) group->packs[i % ranks][first + i / ranks] += 1;
-  }
+  if (is_narrow) order_all();  // before the host's memory is told of the next exchange
 }
 
 }  // namespace voltapile
 
 using namespace voltapile;
 
-// grid: (rows). n is a multiple of 4, no more than 3 PACKS times the threads; shared: 4 n bytes.
-extern "C" __global__ void __launch_bounds__(1024, 1)
+// x (rows of n) += the sum of the parts, added in the order of ranks; out = rms_norm of x.
+// grid: (rows), a warp for each run of a row; n is a multiple of 4. shared: 8 n bytes.
+extern "C" __global__ void __launch_bounds__(LONGEST_ROW / 8, 2)
 group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,
-               float eps, int units, int rank, int ranks) {
-  __shared__ float scratch[64];
-  float* row = reinterpret_cast<float*>(shared);
-  const float4* w4 = reinterpret_cast<const float4*>(weight);
-  const int count = n / 4;
+               float eps, int rank, int ranks) {
+  __shared__ float scratch[32];
+  const int lane = threadIdx.x & 31, runs = (n + RUN - 1) / RUN;
+  const float inverse = 1.0f / n;
+  const Place at = {n / 4};
+  const long long begin = static_cast<long long>(blockIdx.x) * n;
+  float* weights = reinterpret_cast<float*>(shared);
+  float* before = weights + n;
+  float4 values[HELD], sum[HELD];
+  at.fetch(weight, weights);
   grid_launch();
   grid_wait();
-  const long long begin = static_cast<long long>(blockIdx.x) * n;
-  const unsigned* mine = reinterpret_cast<const unsigned*>(part);
-  sum_row(group, mine ? mine + begin : mine, x + begin, row, n, units, rank, ranks);
-  const float4* row4 = reinterpret_cast<const float4*>(row);
-  float4* out4 = reinterpret_cast<float4*>(out + begin);
-  float4 v[HELD], w[HELD];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  const int runs = (n + RUN - 1) / RUN;
-  const int first = RUN / 4 * warp + 2 * lane, step = RUN / 4 * warps;  // in float4
+  const unsigned exchange = group->rows[blockIdx.x];
+  const auto own = [&] {
+    values[0] = values[1] = zeros();
+    if (part != nullptr) at.load(part + begin, values);
+  };
+  own();
+  push(group, exchange, at, values, rank, ranks);
+  at.fetch(x + begin, before);
+  Wait wait(group);
+#pragma unroll 1  // what a wait that lasts does is long
+  for (int r = 0; r < ranks; ++r) {
+    if (r == rank) own();  // again: there are no registers for it meanwhile
+    else pull(group->peers[r], r, exchange, at, wait, values);
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    const int at = first + i / 2 * step + i % 2;
-    v[i] = at < count ? row4[at] : zeros();
-    w[i] = at < count ? w4[at] : zeros();
+    for (int i = 0; i < HELD; ++i) sum[i] = r == 0 ? values[i] : plus(sum[i], values[i]);
   }
+  wait.end();
+#if VP_ARCH >= 800
+  wait_for_copies<0>();
+#endif
+  at.load(before, values);
 #pragma unroll
-  for (int i = 0; i < HELD; i += 2) {
-    const float sum = warp_join(squares_of(v[i], v[i + 1]), Add());
-    const int run = warp + i / 2 * warps;
-    if (lane == 0 && run < runs) scratch[run] = sum;
-  }
+  for (int i = 0; i < HELD; ++i) sum[i] = at.has(i) ? plus(values[i], sum[i]) : zeros();
+  const float squares = warp_join(squares_of(sum[0], sum[1]), Add());
+  if (lane == 0) scratch[threadIdx.x / 32] = squares;
+  at.store(x + begin, sum);
   __syncthreads();
-  const float norm = norm_factor(scratch, runs, 1.0f / n, eps, lane);
+  const float norm = norm_factor(scratch, runs, inverse, eps, lane);
+  at.load(weights, values);
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    const int at = first + i / 2 * step + i % 2;
-    if (at >= count) break;
-    out4[at] = scaled(scaled(v[i], w[i]), norm);
-  }
+  for (int i = 0; i < HELD; ++i) sum[i] = scaled(scaled(sum[i], values[i]), norm);
+  at.store(out + begin, sum);
+  if (threadIdx.x == 0) group->rows[blockIdx.x] = exchange + 1;
 }

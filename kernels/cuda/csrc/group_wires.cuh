@@ -1,6 +1,10 @@
 // What two devices can tell each other through memory: packs that carry their own flag, and flags
 // behind plain data. Nothing newer than sm_70.
 //
+// A four is four floats, each of which tells by itself that it has come, since an empty place is
+// zeros: what travels is the complement of each word, and the NaN whose complement that would be
+// travels as another. So fours arrive whole anywhere.
+//
 // A pack is three words and a flag. Wide, it is one store of 16 bytes, which arrives whole over
 // NVLink; narrow, three stores of 8 bytes with a flag each, which arrive whole anywhere. What a
 // peer wrote is never read through the first cache, which would keep an old copy.
@@ -15,6 +19,21 @@ namespace voltapile {
 struct Words {
   unsigned x, y, z;
 };
+
+__device__ __forceinline__ unsigned hidden(float value) {
+  const unsigned word = __float_as_uint(value);
+  return word == ~0u ? 1u << 31 : ~word;
+}
+__device__ __forceinline__ uint4 hidden(float4 v) {
+  return uint4{hidden(v.x), hidden(v.y), hidden(v.z), hidden(v.w)};
+}
+__device__ __forceinline__ float4 shown(uint4 words) {
+  return make_float4(__uint_as_float(~words.x), __uint_as_float(~words.y),
+                     __uint_as_float(~words.z), __uint_as_float(~words.w));
+}
+__device__ __forceinline__ bool is_whole(uint4 words) {
+  return min(min(words.x, words.y), min(words.z, words.w)) != 0;
+}
 
 #ifdef VP_EMULATION
 

@@ -18,6 +18,7 @@ from voltapile.kernels.cuda.compile import CSRC
 from voltapile.kernels.cuda.launch import CudaWeight
 from voltapile.kernels.cuda.links import (
     FLAGS_AT,
+    LONGEST_ROW,
     MESSAGE,
     MOST_RANKS,
     PACK_BLOCKS,
@@ -25,6 +26,7 @@ from voltapile.kernels.cuda.links import (
     PIECE_BLOCKS,
     RECORD,
     ROOM,
+    ROW_BLOCKS,
     SLOTS,
     TWIN,
     Islands,
@@ -51,6 +53,17 @@ def ops(folder: Path) -> EmulatedOps:
         pytest.skip("there is no g++")
     ops = EmulatedOps(70, folder, 96 << 10)
     for instance in [*group.INSTANCES, NORM_ROWS]:
+        ops.kernel(instance)
+    return ops
+
+
+@pytest.fixture(scope="module", params=[70, 90])
+def norming(request: pytest.FixtureRequest, folder: Path) -> EmulatedOps:
+    """As before and after rows can be copied past the registers."""
+    if not has_compiler():
+        pytest.skip("there is no g++")
+    ops = EmulatedOps(request.param, folder, 96 << 10)
+    for instance in (group.SUM, group.SUM_NORM, NORM_ROWS):
         ops.kernel(instance)
     return ops
 
@@ -96,7 +109,7 @@ class Stage:
         ways = [way(other) for other in range(self.ranks)]
         record = record_of(rank, ways, self.islands, round(self.seconds * 1e9), words)
         counts = record.view(RECORD)[0]
-        for name in ("packs", "pieces", "sent", "taken"):
+        for name in ("packs", "pieces", "sent", "taken", "rows"):
             counts[name][:] = self.start % (1 << 32)
         self.kept = self.ops.array(record)
         report = mine[4:6].view(np.uint32)
@@ -172,7 +185,9 @@ def test_the_layout_is_that_of_the_kernels() -> None:
     assert f"MESSAGE = {MESSAGE};" in text
     assert 2 * TWIN == PIECE
     assert ROOM >= FLAGS_AT + 4 * PIECE_BLOCKS * 4
-    counts = 4 * MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS)
+    assert f"ROW_BLOCKS = {ROW_BLOCKS};" in text
+    assert f"LONGEST_ROW = {LONGEST_ROW};" in text
+    counts = 4 * (MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS) + ROW_BLOCKS)
     assert RECORD.itemsize == 64 + 8 * MOST_RANKS + 32 * MOST_RANKS + counts
 
 
@@ -289,12 +304,14 @@ def test_sums_of_pieces(
 
 
 @pytest.mark.parametrize(("rows", "n"), [(1, 576), (3, 4096), (2, 5120), (9, 516)])
-def test_a_sum_with_its_norm_has_the_bits_of_both(ops: EmulatedOps, rows: int, n: int) -> None:
+def test_a_sum_with_its_norm_has_the_bits_of_both(norming: EmulatedOps, rows: int, n: int) -> None:
+    ops = norming
     shape, weight = (rows, n), parts_of(7, 1, n)[0]
 
     def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
         found = []
-        for round in range(3):
+        for round in range(5):
+            time.sleep(((rank + round) % 3) * 0.01)
             part = ops.array(parts_of(round, 3, *shape)[rank])
             x, vector = ops.array(parts_of(50, 1, *shape)[0]), vector_of(ops, weight)
             if round == 1:
@@ -308,17 +325,33 @@ def test_a_sum_with_its_norm_has_the_bits_of_both(ops: EmulatedOps, rows: int, n
         return found
 
     expected = []
-    for round in range(3):
+    for round in range(5):
         x = parts_of(50, 1, *shape)[0] + total_of(parts_of(round, 3, *shape), one_island(3))
         expected += [x, ops.to_host(rms_norm(ops, ops.array(x), vector_of(ops, weight), 1e-6))]
-    check(Stage(ops, one_island(3), frozenset({(0, 2)})).run(work), expected)
+    check(Stage(ops, one_island(3), frozenset({(0, 2)}), start=-2).run(work), expected)
+
+
+def test_every_float_can_be_summed_and_normed(norming: EmulatedOps) -> None:
+    """The word whose complement would be an empty place is a NaN, and stays one."""
+    words = np.array([0, 1 << 31, (1 << 32) - 1, 0x7FFFFFFF, 0x7F800000, 1, 0x3F800000], np.uint32)
+    part = np.resize(words, (1, 516)).view(np.float32)
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        x, out = ops.array(np.zeros_like(part)), ops.scratch(part.shape)
+        vector = vector_of(ops, np.ones(516, np.float32))
+        mine = None if rank == 1 else ops.array(part)
+        group.all_reduce_norm(ops, links, mine, x, vector, 1e-6, out)
+        return [ops.to_host(x)]
+
+    for (found,) in Stage(norming, one_island(3)).run(work):
+        np.testing.assert_array_equal(found, part + part)
 
 
 def vector_of(ops: EmulatedOps, values: np.ndarray) -> CudaWeight:
     return ops.weight(values.view(np.uint8), "F32", values.shape)
 
 
-@pytest.mark.parametrize("shape", [(2, 4098), (1, 16384), (2, 512), (40, 8192)])
+@pytest.mark.parametrize("shape", [(2, 4098), (1, 16384), (2, 512), (33, 4096)])
 def test_some_sums_are_normed_alone(shape: tuple[int, int]) -> None:
     links = Links(1, 0, 2, Islands(((0, 1),)), np.zeros(2, np.uint32))
     assert not group.can_norm(links, shape)
@@ -524,12 +557,15 @@ def calls(kind: str, ops: EmulatedOps, links: Links, rank: int) -> None:
         group.all_gather(ops, links, x, ops.scratch((40, 2048)), [1024, 1024])
     elif kind == "broadcast":
         group.broadcast_(ops, links, x, 1)
+    elif kind == "norm":
+        weight = vector_of(ops, np.ones(1024, np.float32))
+        group.all_reduce_norm(ops, links, x[:4], x[4:8], weight, 1e-6, x[8:12])
     else:
         group.all_reduce(ops, links, x, x, True)
 
 
 @pytest.mark.parametrize(
-    "kind", ["sum", "pieces", "slices", "gather", "broadcast", "send", "receive"]
+    "kind", ["sum", "norm", "pieces", "slices", "gather", "broadcast", "send", "receive"]
 )
 def test_a_rank_that_does_not_come_is_named(
     ops: EmulatedOps, monkeypatch: pytest.MonkeyPatch, kind: str
