@@ -17,7 +17,7 @@ from voltapile.kernels.cuda.states import TAP_KINDS
 MOST_USED = 32  # experts of a token
 MOST_EXPERTS = 1024  # of a layer
 MOST_PAIRS = 65535  # of a launch: a grid's limit on its second axis
-TICKETS = 8192  # of ROUTE: one for eight tokens
+TICKETS = 65536  # of ROUTE: a token has one for each expert
 ROUTE_MANY_FROM = 64  # rows of prompts
 ROUTED = 4  # experts of a block of ROUTE
 GATE, UP = 0, 1
@@ -37,7 +37,7 @@ def _rows(function: str, name: str, warps: int, tiles: int) -> Instance:
 EXPERT_UP = {name: _rows("expert_up", name, up_warps(name), 2) for name in CHUNKS}
 EXPERT_DOWN = {name: _rows("expert_down", name, CHUNKS[name].warps, 1) for name in CHUNKS}
 BF16 = Instance("route.cu", "round_to_bf16", waits=True)
-HELD = 4, 8, 16, 32  # logits of a lane: as few as the experts need, for short code
+HELD = 4, 8, 16, 32  # 32 times as many experts at most: as few as there are, for short code
 
 
 def _route(function: str, **defines: int) -> Instance:
@@ -94,29 +94,38 @@ def route(
     assert router.shape == (experts, columns), (x, router.shape)
     chosen, weights = _choice(ops, tokens, experts, used, counts)
     first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
-    assert _groups(first, 8) <= len(tickets), tokens
-    kind, numbers = router.type_name, (columns, int(is_rounded))
-    with ops.scope():
-        logits = ops.scratch((tokens, experts))
-        if first:
-            arrays = x, router, logits, chosen, weights, counts, tickets
-            sizes = experts, used, first, generated, *numbers
-            ops.kernel(ROUTE[kind, _held(experts)])(
-                (_groups(experts, ROUTED), _groups(first, 8)),
-                256,
-                (*(each.ptr for each in arrays), *map(np.int32, sizes)),
-            )
-        if first < tokens:
-            pointers = x[first:].ptr, router.ptr, logits[first:].ptr
-            rest = experts, tokens - first, *numbers
-            ops.kernel(ROUTE_MANY[kind])(
-                (_groups(experts, 128), _groups(tokens - first, 16)),
-                128,
-                (*pointers, *map(np.int32, rest)),
-            )
-            own = chosen[first:], weights[first:]
-            _choose(ops, logits[first:], own, counts, max(0, generated - first))
+    held, step = _held(experts), len(tickets) // (8 * experts) * 8
+    for start in range(0, first, step):
+        count = min(first - start, step)
+        arrays = x[start:], router, tickets, chosen[start:], weights[start:], counts
+        sizes = experts, used, count, max(0, generated - start), columns, int(is_rounded)
+        ops.kernel(ROUTE[router.type_name, held])(
+            (_groups(experts, ROUTED), _groups(count, 8)),
+            256,
+            (*(each.ptr for each in arrays), *map(np.int32, sizes)),
+            shared=_choice_bytes(held) << (min(count, 8) - 1).bit_length(),
+        )
+    if first < tokens:
+        own = chosen[first:], weights[first:]
+        with ops.scope():
+            logits = _logits(ops, x[first:], router, is_rounded)
+            _choose(ops, logits, own, counts, max(0, generated - first))
     return chosen, weights
+
+
+def _logits(ops: Launcher, x: DeviceArray, router: CudaWeight, is_rounded: bool) -> DeviceArray:
+    """Of prompts' rows."""
+    (tokens, columns), experts = x.shape, router.shape[0]
+    logits = ops.scratch((tokens, experts))
+    ops.kernel(ROUTE_MANY[router.type_name])(
+        (_groups(experts, 128), _groups(tokens, 16)),
+        128,
+        (
+            *(x.ptr, router.ptr, logits.ptr),
+            *map(np.int32, (experts, tokens, columns, int(is_rounded))),
+        ),
+    )
+    return logits
 
 
 def choose(
@@ -138,10 +147,18 @@ def _choose(
     (tokens, experts), (chosen, weights) = logits.shape, found
     if tokens:
         pointers = logits.ptr, chosen.ptr, weights.ptr, counts.ptr
-        numbers = experts, chosen.shape[1], tokens, generated
-        ops.kernel(CHOOSE[_held(experts)])(
-            (_groups(tokens, 4),), 128, (*pointers, *map(np.int32, numbers))
+        numbers, held = (experts, chosen.shape[1], tokens, generated), _held(experts)
+        ops.kernel(CHOOSE[held])(
+            (_groups(tokens, 4),),
+            128,
+            (*pointers, *map(np.int32, numbers)),
+            shared=4 * _choice_bytes(held),
         )
+
+
+def _choice_bytes(held: int) -> int:
+    """Of route.cu's Choice."""
+    return 128 * held + 8 * 64 + (8 + 4) * MOST_USED
 
 
 def _held(experts: int) -> int:

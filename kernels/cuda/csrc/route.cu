@@ -11,25 +11,26 @@ constexpr int THREADS = 256;
 #define KIND 0  // of a router's values, as in state_rows.cuh
 #endif
 #ifndef HELD
-#define HELD 32  // logits of a lane: experts are no more than 32 times as many
+#define HELD 32  // experts are no more than 32 times as many
 #endif
 
-__device__ __forceinline__ unsigned largest_of_warp(unsigned x) {
-#if VP_ARCH >= 800 && !defined(VP_EMULATION)
-  return __reduce_max_sync(ALL, x);
-#else
-  return warp_join(x, Max());
-#endif
-}
+constexpr unsigned EXPERTS = 32 * HELD;  // the most that an instance takes
+constexpr unsigned GROUPS = 64;          // of neighbouring experts
+constexpr unsigned MEMBERS = EXPERTS / GROUPS;
+constexpr unsigned MOST_USED = 32;
+constexpr unsigned SPLIT = 2;                      // lanes that share a candidate
+constexpr unsigned AT_ONCE = HELD < 8 ? HELD : 8;  // of a thread's loads
+constexpr unsigned NO_NUMBER = 1;
 
-// Of numbers: their bits in their order, and back.
-__device__ __forceinline__ unsigned ordered(float x) {
-  const unsigned bits = __float_as_uint(x);
-  return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
+// Of a logit, never 0: in the order of numbers, and what is no number is below them all.
+__device__ __forceinline__ unsigned key_of(float x) {
+  const unsigned bits = __float_as_uint(x + 0.0f);  // there is one zero
+  const unsigned key = bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
+  return x == x ? key : NO_NUMBER;
 }
-__device__ __forceinline__ float from_ordered(unsigned bits) {
-  const unsigned is_negative = static_cast<unsigned>(static_cast<int>(~bits) >> 31);
-  return __uint_as_float(bits ^ (is_negative | 0x80000000u));
+__device__ __forceinline__ float logit_of(unsigned key) {
+  const unsigned is_negative = static_cast<unsigned>(static_cast<int>(~key) >> 31);
+  return __uint_as_float(key ^ (is_negative | 0x80000000u));
 }
 
 // float32 to the nearest BF16, ties to even.
@@ -46,48 +47,140 @@ extern "C" __global__ void round_to_bf16(const float* x, float* out, long long n
   if (i < n) out[i] = rounded(x[i], 1);
 }
 
-// A token's choice, by a warp; a lane has HELD logits. The largest, of equal ones the first expert.
-// Weights are shares of the chosen ones, so that the others' sum cancels.
-__device__ __forceinline__ void choose(const float* logits, int* chosen, float* weights,
-                                       u64* counts, int experts, int used) {
-  const int lane = threadIdx.x & 31, left = experts - lane;
-  float values[HELD], best = -3.4e38f;
-#pragma unroll
-  for (int i = 0; i < HELD; ++i) values[i] = __ldcg(logits + min(32 * i + lane, experts - 1));
-#pragma unroll
-  for (int i = 0; i < HELD; ++i) best = fmaxf(best, values[i]);
-  best = from_ordered(largest_of_warp(ordered(best)));
-  // They are not negative, so their bits are in their order, and one is added: what is taken has
-  // nothing. What is no number comes last.
-  unsigned bits[HELD];
-#pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    const float value = expf(values[i] - best);
-    bits[i] = 32 * i < left ? 1u + (value >= 0.0f ? __float_as_uint(value) : 0u) : 0u;
+// A token's choice in shared memory. keys: of its logits, 0 where there is no expert.
+struct Choice {
+  unsigned keys[EXPERTS];
+  u64 best[GROUPS], winners[MOST_USED];  // by rank
+  int groups[MOST_USED];                 // by the rank of their best
+
+  // Larger than all that come behind it: of equal ones the first expert.
+  __device__ __forceinline__ u64 whole(unsigned expert) const {
+    return static_cast<u64>(keys[expert]) << 32 | ~expert;
   }
-  float mine = 0.0f, all = 0.0f;
+};
+
+// What other blocks write meanwhile.
+__device__ __forceinline__ unsigned look_at(const unsigned* place) {
+#ifdef VP_EMULATION
+  return *place;
+#else
+  unsigned value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+  return value;
+#endif
+}
+__device__ __forceinline__ void leave(unsigned* place, unsigned value) {
+#ifdef VP_EMULATION
+  *place = value;
+#else
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+#endif
+}
+
+// Threads that work on one token: a warp, or a power of two of warps.
+struct Crew {
+  unsigned mine, bits;  // this one's number; log2 of how many there are
+
+  __device__ __forceinline__ unsigned size() const { return 1u << bits; }
+};
+
+// The `used` best groups hold all that is chosen, since each has one that is better than any of the
+// others. Ranks are counted. The whole block calls, with used = 0 for a token that is not there.
+__device__ __forceinline__ void rank_groups(Choice& own, unsigned used, Crew crew) {
 #pragma unroll 1
-  for (int rank = 0; rank < used; ++rank) {
-    unsigned own = 0, at = 0xffffffffu;
+  for (unsigned g = crew.mine; g < GROUPS; g += crew.size()) {
+    unsigned best = own.keys[MEMBERS * g], at = 0;
 #pragma unroll
-    for (int i = HELD - 1; i >= 0; --i)
-      if (bits[i] >= own) own = bits[i], at = 32 * i + lane;
-    const unsigned most = largest_of_warp(own);
-    // The first expert of the lanes that have it, which are seldom several.
-    const unsigned lanes = __ballot_sync(ALL, own == most);
-    at = __popc(lanes) > 1 ? ~largest_of_warp(own == most ? ~at : 0u)
-                           : __shfl_sync(ALL, at, __ffs(static_cast<int>(lanes)) - 1);
+    for (unsigned i = 1; i < MEMBERS; ++i) {
+      const unsigned key = own.keys[MEMBERS * g + i];
+      if (key > best) best = key, at = i;
+    }
+    own.best[g] = static_cast<u64>(best) << 32 | ~(MEMBERS * g + at);
+  }
+  __syncthreads();
+  const unsigned split = crew.bits > 6 ? crew.bits - 6 : 0;  // log2 of lanes that share a group
+#pragma unroll 1
+  for (unsigned item = crew.mine; item < GROUPS << split; item += crew.size()) {
+    const unsigned g = item >> split;
+    const u64 best = own.best[g], *with = own.best + (item & ((1u << split) - 1));
+    unsigned rank = 0;
+#pragma unroll 1
+    for (unsigned j = 0; j < GROUPS >> split; j += 8)
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) bits[i] = 32 * i + lane == at ? 0u : bits[i];
-    const float value = __uint_as_float(most - 1u);
-    all += value;
-    if (lane == rank) mine = value;
-    if (lane == 0) {
-      chosen[rank] = static_cast<int>(at);
-      atomicAdd(counts + at, static_cast<u64>(1));
+      for (unsigned i = 0; i < 8; ++i) rank += with[(j + i) << split] > best;
+#pragma unroll 1
+    for (unsigned step = 1u << split >> 1; step > 0; step >>= 1)
+      rank += __shfl_xor_sync(ALL, rank, step);
+    if (rank < used) own.groups[rank] = g;
+  }
+  __syncthreads();
+}
+
+// Of their members the best; the block calls as above.
+__device__ __forceinline__ void rank_members(Choice& own, unsigned used, Crew crew) {
+  const unsigned items = used * MEMBERS * SPLIT;
+#pragma unroll 1
+  for (unsigned start = 0; start < items; start += crew.size()) {
+    const bool is_in = start + crew.mine < items;
+    const unsigned item = is_in ? start + crew.mine : 0, i = item / SPLIT, part = item % SPLIT;
+    const u64 candidate = own.whole(MEMBERS * own.groups[i / MEMBERS] + i % MEMBERS);
+    unsigned rank = 0;
+#pragma unroll 2
+    for (unsigned g = part; g < used; g += SPLIT) {
+      const unsigned first = MEMBERS * own.groups[g];
+#pragma unroll
+      for (unsigned j = 0; j < MEMBERS; ++j) rank += own.whole(first + j) > candidate;
+    }
+    rank += __shfl_xor_sync(ALL, rank, 1);
+    if (is_in && rank < used) own.winners[rank] = candidate;
+  }
+  __syncthreads();
+}
+
+// When keys are there; the block calls as above. Weights are shares of the chosen ones, so that the
+// others' sum cancels. They are added by rank.
+__device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights, u64* counts,
+                                       unsigned used, Crew crew) {
+  __syncthreads();
+  rank_groups(own, used, crew);
+  rank_members(own, used, crew);
+  if (crew.mine >= 32 || used == 0) return;
+  const u64 winner = own.winners[min(crew.mine, used - 1)];
+  const unsigned key = static_cast<unsigned>(winner >> 32), expert = ~static_cast<unsigned>(winner);
+  const float best = logit_of(static_cast<unsigned>(own.winners[0] >> 32));
+  const float value = key == NO_NUMBER ? 0.0f : expf(logit_of(key) - best);
+  float all = 0.0f;
+#pragma unroll 4
+  for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, value, rank);
+  if (crew.mine >= used) return;
+  chosen[crew.mine] = static_cast<int>(expert);
+  weights[crew.mine] = value / all;
+  atomicAdd(counts + expert, static_cast<u64>(1));
+}
+
+// A token's keys as blocks leave them, when all are there; places are 0 again then.
+__device__ __forceinline__ void collect(unsigned* inbox, unsigned* keys, unsigned experts,
+                                        Crew crew) {
+#pragma unroll 1
+  for (unsigned start = crew.mine; start < EXPERTS; start += AT_ONCE * crew.size()) {
+    unsigned key[AT_ONCE], least;
+    do {
+#pragma unroll
+      for (unsigned i = 0; i < AT_ONCE; ++i) {
+        const unsigned e = start + (i << crew.bits);
+        key[i] = e < experts ? look_at(inbox + e) : NO_NUMBER;
+      }
+      least = key[0];
+#pragma unroll
+      for (unsigned i = 1; i < AT_ONCE; ++i) least = min(least, key[i]);
+    } while (least == 0);
+#pragma unroll
+    for (unsigned i = 0; i < AT_ONCE; ++i) {
+      const unsigned e = start + (i << crew.bits);
+      if (e < EXPERTS) keys[e] = e < experts ? key[i] : 0;
+      if (e < experts) leave(inbox + e, 0);
     }
   }
-  if (lane < used) weights[lane] = mine / all;
 }
 
 // Four values of the router from `at` on, which is a multiple of 4.
@@ -117,16 +210,17 @@ __device__ __forceinline__ float join_four(const float (&sum)[PER_BLOCK], int la
   return all;
 }
 
-// grid: (experts / PER_BLOCK, tokens / 8), 256 threads, which share each row's columns; the block
-// of these tokens that ends last chooses, a warp for each. router: [experts][k], of -D KIND; k is a
-// multiple of 4. logits: [tokens][experts]; counts: [2][experts], of prompts' tokens and of the
-// first `generated` ones; tickets: zeros between two launches.
+// grid: (experts / PER_BLOCK, tokens / 8), 256 threads, which share each row's columns; the last
+// block of these tokens chooses. What it waits for is a key itself, so there is neither a fence nor
+// a ticket; blocks start in order, so the others have started. router: [experts][k], of -D KIND; k
+// is a multiple of 4. inbox: [tokens][experts], zeros between two launches; counts: [2][experts],
+// of prompts' tokens and of the first `generated` ones. Shared: Choice of each token of a block,
+// which are 1, 2, 4 or 8.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-route(const float* x, const void* router, float* logits, int* chosen, float* weights, u64* counts,
-      unsigned* tickets, int experts, int used, int tokens, int generated, int k,
-      int is_rounded) {
+route(const float* x, const void* router, unsigned* inbox, int* chosen, float* weights, u64* counts,
+      int experts, int used, int tokens, int generated, int k, int is_rounded) {
+  extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ float parts[8][PER_BLOCK][THREADS / 32];
-  __shared__ bool is_last;
   grid_launch();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * PER_BLOCK;
   const int first = blockIdx.y * 8, count = min(8, tokens - first), fours = k >> 2;
@@ -181,19 +275,19 @@ route(const float* x, const void* router, float* logits, int* chosen, float* wei
 #pragma unroll
     for (int w = 0; w < THREADS / 32; ++w) all += parts[t][e][w];
     if (expert + e < experts)
-      logits[static_cast<long long>(first + t) * experts + expert + e] = all;
+      leave(inbox + static_cast<long long>(first + t) * experts + expert + e, key_of(all));
   }
-  if (warp == 0) {  // that has written them all
-    __threadfence();
-    __syncwarp();
-    if (lane == 0) is_last = atomicInc(tickets + blockIdx.y, gridDim.x - 1) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (!is_last || warp >= count) return;
-  __threadfence();
-  const long long token = first + warp;
-  choose(logits + token * experts, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), experts, used);
+  if (blockIdx.x + 1 < gridDim.x) return;
+  __syncthreads();  // nobody looks before this block has written: the emulation needs that
+  const unsigned bits = count == 1 ? 8 : count == 2 ? 7 : count <= 4 ? 6 : 5;
+  const Crew crew{threadIdx.x & ((1u << bits) - 1), bits};
+  const int place = threadIdx.x >> bits;
+  const long long token = first + place;
+  const bool is_there = place < count;
+  Choice& own = reinterpret_cast<Choice*>(shared)[place];
+  if (is_there) collect(inbox + token * experts, own.keys, experts, crew);
+  choose(own, chosen + token * used, weights + token * used,
+         counts + (token < generated ? experts : 0), is_there ? used : 0, crew);
 }
 
 // grid: (experts / 128, tokens / 16), 128 threads: logits of prompts' rows. A warp has four tokens,
@@ -262,16 +356,25 @@ route_many(const float* x, const void* router, float* logits, int experts, int t
   }
 }
 
-// grid: (tokens / 4), 128 threads: the choice alone, where logits are there.
+// grid: (tokens / 4), 128 threads: the choice alone, where logits are there. Shared: 4 Choices.
 extern "C" __global__ void __launch_bounds__(128)
 choose_experts(const float* logits, int* chosen, float* weights, u64* counts, int experts, int used,
                int tokens, int generated) {
+  extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   grid_wait();
+  const unsigned lane = threadIdx.x & 31;
   const long long token = blockIdx.x * 4 + threadIdx.x / 32;
-  if (token >= tokens) return;
-  choose(logits + token * experts, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), experts, used);
+  const bool is_there = token < tokens;
+  Choice& own = reinterpret_cast<Choice*>(shared)[threadIdx.x / 32];
+  const float* from = logits + (is_there ? token : 0) * experts;
+#pragma unroll
+  for (unsigned i = 0; i < HELD; ++i) {
+    const int e = 32 * i + lane;
+    own.keys[e] = e < experts ? key_of(from[e]) : 0;
+  }
+  choose(own, chosen + token * used, weights + token * used,
+         counts + (token < generated ? experts : 0), is_there ? used : 0, Crew{lane, 5});
 }
 
 // grid: (rows), 256 threads. y [rows][n] *= sigmoid(x [rows][k] . weight [k])

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from voltapile.kernels.cuda import expert_stream
 from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.families import (
     DeltaShape,
@@ -112,6 +113,35 @@ def test_route(ops: Any, experts: int, width: int, type_name: str) -> None:
     np.testing.assert_array_equal(ops.to_host(own_counts), counts)
 
 
+@pytest.mark.parametrize(("experts", "used"), [(128, 8), (160, 10), (520, 32)])
+def test_equal_experts(plain: Any, experts: int, used: int) -> None:
+    """The first of them are chosen, wherever they lie; what is no number is not, and has no share."""
+    rows = normal(1, 7, 16)[np.arange(experts) % 7]
+    for tokens in (1, 3, 8):
+        x, counts = normal(0, tokens, 16), np.zeros((2, experts), np.int64)
+        for broken in (rows, np.where(np.arange(experts)[:, None] % 7 == 2, np.nan, rows)):
+            router, _ = weights_of(plain, broken.astype(np.float32))
+            batch = batch_of([0] * tokens, [0] * tokens, generated=tokens)
+            there = plain.array(x), router, used, plain.array(counts), device(plain, batch)
+            chosen, weights = (plain.to_host(each) for each in plain.route(*there))
+            logits = x @ broken[:7].T
+            logits = np.where(np.isnan(logits), -np.inf, logits)[:, np.arange(experts) % 7]
+            expected = np.argsort(-logits, axis=1, kind="stable")[:, :used]
+            np.testing.assert_array_equal(chosen, expected)
+            shares = np.exp(np.take_along_axis(logits - logits.max(1, keepdims=True), expected, 1))
+            np.testing.assert_allclose(weights, shares / shares.sum(1, keepdims=True), rtol=1e-5)
+
+
+def test_no_number_at_all(plain: Any) -> None:
+    router, _ = weights_of(plain, normal(1, 128, 16))
+    x, counts = np.full((1, 16), np.nan, np.float32), np.zeros((2, 128), np.int64)
+    batch = batch_of([0], [0], generated=1)
+    there = plain.array(x), router, 8, plain.array(counts), device(plain, batch)
+    chosen, weights = (plain.to_host(each) for each in plain.route(*there))
+    np.testing.assert_array_equal(chosen, [np.arange(8)])
+    assert np.isnan(weights).all()
+
+
 @pytest.mark.parametrize(("experts", "width"), [(6, 64), (130, 100)])
 def test_route_of_prompts(
     ops: Any, monkeypatch: pytest.MonkeyPatch, experts: int, width: int
@@ -181,12 +211,21 @@ SHARED = [
     pytest.param("Q4_K", "Q6_K", "Q5_K", "Q5_K", 256, 256, 256, marks=SLOW),
     ("Q4_K", "Q5_1", "Q8_0", "Q8_0", 256, 96, 160),
     pytest.param("IQ4_NL", "Q5_0", "Q8_0", "Q8_0", 64, 96, 32, marks=SLOW),
+    pytest.param("Q4_K", "Q8_0", "Q8_0", "Q8_0", 3584, 32, 288, marks=SLOW),  # 14 chunks
 ]
 
 
 @pytest.mark.parametrize(("up", "down", "other", "last", "width", "inner", "wide"), SHARED)
 def test_shared_expert(
-    ops: Any, up: str, down: str, other: str, last: str, width: int, inner: int, wide: int
+    ops: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    up: str,
+    down: str,
+    other: str,
+    last: str,
+    width: int,
+    inner: int,
+    wide: int,
 ) -> None:
     """11 tokens, of which 9 share an expert, and one has none of those that are here."""
     shapes = (up, (3, inner, width)), (up, (3, inner, width)), (down, (3, width, inner))
@@ -214,6 +253,8 @@ def test_shared_expert(
     np.testing.assert_allclose(together, expected, atol=1e-3 * np.abs(expected).max())
     for part in (slice(2, 3), slice(9, 10), slice(8, 11), slice(1, 9)):
         np.testing.assert_array_equal(found(part), together[part])
+    monkeypatch.setattr(expert_stream, "DOWN_WARPS_OF_TWO", 2)  # each with several chunks in turn
+    np.testing.assert_array_equal(found(slice(8, 11)), together[8:11])
 
 
 @pytest.mark.parametrize(
