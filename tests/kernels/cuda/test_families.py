@@ -115,7 +115,7 @@ def test_route(ops: Any, experts: int, width: int, type_name: str) -> None:
 
 @pytest.mark.parametrize(("experts", "used"), [(128, 8), (160, 10), (520, 32)])
 def test_equal_experts(plain: Any, experts: int, used: int) -> None:
-    """The first of them are chosen, wherever they lie; what is no number is not, and has no share."""
+    """The first of them are chosen, wherever they lie; what is no number has no share either."""
     rows = normal(1, 7, 16)[np.arange(experts) % 7]
     for tokens in (1, 3, 8):
         x, counts = normal(0, tokens, 16), np.zeros((2, experts), np.int64)
