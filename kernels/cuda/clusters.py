@@ -14,7 +14,7 @@ from voltapile.kernels.cuda.chunks import CHUNKS, Chunk
 from voltapile.kernels.cuda.launch import Instance
 
 ARCH = 90  # from which on
-FROM, ROOM = 9, 32  # rows; those of a turn
+FROM, MOST, ROOM = 9, 64, 32  # rows, up to which they are usual; those of a turn
 CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_rows.cu
 CREW = 16  # warps of a block
 # Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.

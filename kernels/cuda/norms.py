@@ -1,13 +1,14 @@
 """Norms that wait until somebody needs them: a product of few rows norms what it reads itself.
 
 A Normed is an array that nobody has computed. A product that norms what it reads (stream.py) takes
-it apart; whoever asks for its address has it computed first, so no launcher needs to know. Since
-a norm has the same bits either way, who does which changes nothing. Knows neither cupy nor models.
+it apart, and what makes records of it (records.py) computes it on the way; whoever asks for its
+address has it computed first, so no launcher needs to know. Since a norm has the same bits either
+way, who does which changes nothing. Knows neither cupy nor models.
 """
 
 from __future__ import annotations
 
-from voltapile.kernels.cuda import rows, stream
+from voltapile.kernels.cuda import clusters, rows, stream
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 
 RUN = 256  # columns that are added up by themselves: csrc/norm_row.cuh
@@ -38,6 +39,13 @@ class Normed(DeviceArray):
     def ptr(self, value: int) -> None:
         assert value == self._place.ptr, "an array stays where it is"
 
+    def take(self) -> int:
+        """Where it goes, for a kernel that computes it on the way."""
+        assert self.is_late
+        assert not self._is_lost, "the rows of this norm have changed"
+        self.is_late = False
+        return self._place.ptr
+
     def lose(self) -> None:
         self._is_lost = True
 
@@ -50,7 +58,8 @@ class LateNorms:
 
     def norm(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> DeviceArray:
         columns = weight.shape[0]
-        is_few = ops.arch >= stream.ARCH and 0 < len(x) <= stream.NORMED
+        most = clusters.MOST if ops.arch >= clusters.ARCH else stream.NORMED
+        is_few = ops.arch >= stream.ARCH and 0 < len(x) <= most
         if not is_few or x.shape[1:] != (columns,) or columns % RUN or columns > rows.LONGEST_ROW:
             return rows.rms_norm(ops, x, weight, eps)
         if columns <= rows.LONGEST_HEAD:  # another kernel's, of other bits

@@ -1,7 +1,8 @@
 """Tokens as products of several rows read them, made once for all blocks: csrc/matmul_staged.cu.
 
-A record is a token's part of 256 columns, as halves in the order that a format's product wants.
-Knows sizes and launches; which product takes records is said by clusters.py and wide.py.
+A record is a token's part of 256 columns, as halves in the order that a format's product wants. A
+norm that is late (norms.py) is computed on the way. Knows sizes and launches; which product takes
+records is said by clusters.py and wide.py.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ import numpy as np
 from voltapile.kernels.cuda import stream
 from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.norms import late_norm
 
 FORMATS = [name for name, chunk in CHUNKS.items() if chunk.is_block]
 MIXED = [pair for pair in stream.MIXED if set(pair) <= set(FORMATS)]
 PAIRS = [*((name, name) for name in FORMATS), *MIXED]
 COLUMNS, CHUNKS_OF_A_BLOCK = 256, 8
+NORM_THREADS, LONGEST = 512, 8192  # columns of a row that is normed
 
 
-def _instance(pair: tuple[str, str]) -> Instance:
+def _instance(function: str, pair: tuple[str, str]) -> Instance:
     named = (("FORMAT", pair[0]), ("OTHER", pair[1]), ("MANY", "2"))
-    return Instance("matmul_staged.cu", "stage_tokens", named, is_exact=True, waits=True)
+    return Instance("matmul_staged.cu", function, named, is_exact=True, waits=True)
 
 
-STAGED = {pair: _instance(pair) for pair in PAIRS}
-INSTANCES = list(STAGED.values())
+STAGED = {pair: _instance("stage_tokens", pair) for pair in PAIRS}
+NORMED = {pair: _instance("norm_tokens", pair) for pair in PAIRS}
+INSTANCES = [*STAGED.values(), *NORMED.values()]
 
 
 def record_bytes(name: str, columns: int, tokens: int) -> int:
@@ -40,9 +44,19 @@ def made(ops: Launcher, x: DeviceArray, pair: tuple[str, str], has_both: bool) -
     found = {
         name: ops.scratch((record_bytes(name, columns, tokens),), np.uint8).ptr for name in names
     }
-    ops.kernel(STAGED[names[0], names[-1]])(
-        (-(-columns // (COLUMNS * CHUNKS_OF_A_BLOCK)), tokens * len(names)),
-        32 * CHUNKS_OF_A_BLOCK,
-        (x.ptr, found[names[0]], found[names[-1]], np.int32(columns), np.int32(tokens)),
-    )
+    pair_of_names, norm = (names[0], names[-1]), late_norm(x)
+    places, sizes = (found[names[0]], found[names[-1]]), (np.int32(columns), np.int32(tokens))
+    if norm is not None and columns <= LONGEST:
+        ops.kernel(NORMED[pair_of_names])(
+            (tokens,),
+            NORM_THREADS,
+            (norm.x.ptr, norm.weight.ptr, norm.take(), *places, *sizes, np.int32(len(names)),
+             np.float32(norm.eps)),
+        )  # fmt: skip
+    else:
+        ops.kernel(STAGED[pair_of_names])(
+            (-(-columns // (COLUMNS * CHUNKS_OF_A_BLOCK)), tokens * len(names)),
+            32 * CHUNKS_OF_A_BLOCK,
+            (x.ptr, *places, *sizes),
+        )
     return found.get(pair[0], 0), found.get(pair[1], 0)

@@ -2,6 +2,7 @@
 // of them in global memory. -D FORMAT and OTHER, which matmul_block.cuh knows; MANY 2.
 #include "grid.cuh"
 #include "matmul_chunk.cuh"
+#include "norm_row.cuh"
 
 using namespace voltapile;
 
@@ -32,4 +33,71 @@ extern "C" __global__ void __launch_bounds__(256)
     stage_chunk<formats::OTHER>(x, other_records, chunk, token, tokens, lane);
   else
     stage_chunk<formats::FORMAT>(x, records, chunk, token, tokens, lane);
+}
+
+constexpr int CREW_OF_ROW = 16, HELD = 2;  // warps for a token, and chunks of one
+
+// y: the lane's eight neighbours of a chunk. turned: 256 floats of the warp's own.
+template <class F>
+__device__ __forceinline__ void put_neighbours(const float4 (&y)[2], float* turned,
+                                               std::uint8_t* records, int chunk, int token,
+                                               int tokens, int lane) {
+  using Staged = BlockTokens<F>;
+  float4 a = y[0], b = y[1];
+  if constexpr (Order<F>::APART != 4) {
+    reinterpret_cast<float4*>(turned)[2 * lane] = y[0];
+    reinterpret_cast<float4*>(turned)[2 * lane + 1] = y[1];
+    __syncwarp();
+    Staged::load_whole(turned, 0, lane, a, b);
+  }
+  Staged(records + static_cast<long long>(chunk) * Staged::bytes(tokens), tokens)
+      .put(token, a, b, lane);
+}
+
+// The same of rows that are normed first, by weights `gain`, with the bits of norm.cu; the normed
+// rows go to `out`. grid: (tokens), 512 threads. formats: 2 for other_records, too.
+extern "C" __global__ void __launch_bounds__(32 * CREW_OF_ROW)
+    norm_tokens(const float* x, const float* gain, float* out, std::uint8_t* records,
+                std::uint8_t* other_records, int k, int tokens, int formats, float eps) {
+  constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
+  __shared__ float sums[HELD * CREW_OF_ROW], turned[CREW_OF_ROW][RUN];
+  grid_launch();
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int token = blockIdx.x, chunks = k / RUN;
+  const float inverse = 1.0f / k;
+  x += static_cast<long long>(token) * k + 8 * lane;
+  out += static_cast<long long>(token) * k + 8 * lane;
+  float4 v[HELD][2], w[HELD][2];
+#pragma unroll
+  for (int i = 0; i < 2 * HELD; ++i) {
+    const int chunk = min(warp + i / 2 * CREW_OF_ROW, chunks - 1);
+    w[i / 2][i % 2] = reinterpret_cast<const float4*>(gain + RUN * chunk + 8 * lane)[i % 2];
+  }
+  grid_wait();
+#pragma unroll
+  for (int i = 0; i < 2 * HELD; ++i) {
+    const int chunk = min(warp + i / 2 * CREW_OF_ROW, chunks - 1);
+    v[i / 2][i % 2] = reinterpret_cast<const float4*>(x + RUN * chunk)[i % 2];
+  }
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    const float sum = warp_join(squares_of(v[i][0], v[i][1]), Add());
+    if (lane == 0) sums[warp + i * CREW_OF_ROW] = sum;
+  }
+  __syncthreads();
+  const float factor = norm_factor(sums, chunks, inverse, eps, lane);
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    const int chunk = warp + i * CREW_OF_ROW;
+    if (chunk >= chunks) break;
+    const float4 y[2] = {scaled(scaled(v[i][0], w[i][0]), factor),
+                         scaled(scaled(v[i][1], w[i][1]), factor)};
+    float4* to = reinterpret_cast<float4*>(out + RUN * chunk);
+    to[0] = y[0], to[1] = y[1];
+    __syncwarp();  // what was turned before is read
+    put_neighbours<formats::FORMAT>(y, turned[warp], records, chunk, token, tokens, lane);
+    if (IS_SAME || formats < 2) continue;
+    __syncwarp();
+    put_neighbours<formats::OTHER>(y, turned[warp], other_records, chunk, token, tokens, lane);
+  }
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import matmul, norms, rows, stream
+from voltapile.kernels.cuda import clusters, matmul, norms, rows, stream
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 
 from ..test_matmul import activations, random_raw
@@ -133,7 +133,9 @@ def test_which_norms_wait(ops: EmulatedOps, folder: Path) -> None:
 
     assert is_late(ops, 1, 768)
     assert is_late(ops, stream.NORMED, 768)
-    assert not is_late(ops, stream.NORMED + 1, 768)
+    assert is_late(ops, clusters.MOST, 768)  # which records.py norms
+    assert not is_late(ops, clusters.MOST + 1, 768)
+    assert not is_late(ops_of(80, folder), stream.NORMED + 1, 768)
     assert not is_late(ops, 0, 768)
     assert not is_late(ops, 1, 512)  # of the kernel for heads
     assert not is_late(ops, 1, 1000)

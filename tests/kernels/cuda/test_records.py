@@ -1,0 +1,55 @@
+"""Tokens as records: of a norm that is late, the bits of one that is launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from voltapile.kernels.cuda import norms, records, rows
+from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.launch import DeviceArray
+
+from .emulation import EmulatedOps, has_compiler
+from .test_fragments import ops_of
+from .test_norms import EPS, names, residual, vector
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
+
+
+@pytest.mark.parametrize("pair", [("Q6_K", "Q6_K"), ("Q4_K", "Q8_0"), ("Q5_K", "Q6_K")])
+@pytest.mark.parametrize("columns", [768, 4352])
+def test_a_late_norm_is_made_on_the_way(folder: Path, pair: tuple[str, str], columns: int) -> None:
+    ops = ops_of(90, folder)
+    gain, x = vector(ops, columns, 2), residual(ops, 11, columns)
+    found = []
+    for first in (rows.rms_norm(ops, x, gain, EPS), norms.LateNorms().norm(ops, x, gain, EPS)):
+        names(ops)
+        made = records.made(ops, first, pair, has_both=True)
+        assert names(ops) == ["norm_tokens" if found else "stage_tokens"]
+        each = [written(ops, *one, first) for one in zip(made, pair, strict=True)]
+        found.append((*each, ops.to_host(first)))
+        assert norms.late_norm(first) is None
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert names(ops) == []  # the normed rows are there
+
+
+def written(ops: EmulatedOps, place: int, name: str, x: DeviceArray) -> np.ndarray:
+    """What is written of records: halves, sums where the format has offsets, a scale."""
+    if name not in records.FORMATS:
+        assert place == 0
+        return np.zeros(0, np.uint8)
+    nbytes = records.record_bytes(name, x.shape[1], len(x))
+    parts = ops.to_host(DeviceArray(place, (nbytes // 576, 576), np.uint8))
+    kept = slice(512, 544) if CHUNKS[name].has_offset else slice(0)
+    return np.concatenate([parts[:, :512], parts[:, kept], parts[:, 544:548]], axis=1)
+
+
+@pytest.mark.parametrize("columns", [512, 8448])
+def test_other_norms_are_launched(folder: Path, columns: int) -> None:
+    ops = ops_of(90, folder)
+    gain, x = vector(ops, columns, 2), residual(ops, 9, columns)
+    late = norms.LateNorms().norm(ops, x, gain, EPS)
+    records.made(ops, late, ("Q4_K", "Q4_K"), has_both=False)
+    assert names(ops)[-1] == "stage_tokens"
