@@ -15,7 +15,7 @@ constexpr int WIDEST = 256;  // key
 constexpr int DIGIT = 10, DIGITS = 2 << DIGIT;  // bits, and values
 constexpr int CHOOSERS = 512;                   // threads that choose
 constexpr int LANES = 8, HEADS = 4, ROUNDS = 4;  // of a key, at once, and times 4 keys of a warp
-constexpr int KEYS = ROUNDS * 32 / LANES;
+constexpr int KEYS = ROUNDS * 32 / LANES, FOURS = 4;  // a lane's floats of a key, by fours
 
 __device__ __forceinline__ int warp_sum(int x) {
 #if !defined(VP_EMULATION) && __CUDA_ARCH__ >= 800
@@ -99,6 +99,29 @@ __device__ __forceinline__ void write_chosen(int* blocks, const unsigned* scores
 
 __device__ __forceinline__ float dot(const float4& a, const float4& b, float sum) {
   return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+// What a lane has of keys and of up to HEADS queries, `wide` fours each; all asked for at once.
+__device__ __forceinline__ void add_products(float (&sum)[ROUNDS][HEADS],
+                                             const float4* const (&key)[ROUNDS], const float4* q,
+                                             int heads, int wide, int first) {
+#pragma unroll 1
+  for (int c = first; c < wide; c += FOURS * LANES) {
+    float4 k[FOURS][ROUNDS];
+#pragma unroll
+    for (int j = 0; j < FOURS; ++j)
+#pragma unroll
+      for (int i = 0; i < ROUNDS; ++i)
+        k[j][i] = key[i] && c + j * LANES < wide ? key[i][c + j * LANES] : float4{0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; j < FOURS; ++j)
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h) {
+        const float4 query = q[min(h, heads - 1) * wide + min(c + j * LANES, wide - 1)];
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) sum[i][h] = dot(query, k[j][i], sum[i][h]);
+      }
+  }
 }
 
 }  // namespace voltapile
@@ -188,7 +211,7 @@ index_scores(const float* q, const float* pooled, const int* table, const int* s
   const int t = blockIdx.y, whole = min((positions[t] + 1) >> shift, most), slot = slots[t];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, per_page = PAGE >> shift;
   const int first = (blockIdx.x * 4 + warp) * KEYS;
-  if (whole <= chosen || first >= whole) return;
+  if ((whole <= chosen) | (first >= whole) | (slot < 0)) return;  // what it takes comes together
   const float4* key[ROUNDS];
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
@@ -204,18 +227,7 @@ index_scores(const float* q, const float* pooled, const int* table, const int* s
 #pragma unroll 1
   for (int head = 0; head < heads; head += HEADS, own += HEADS * wide) {
     float sum[ROUNDS][HEADS] = {};
-#pragma unroll 4
-    for (int c = lane % LANES; c < wide; c += LANES) {
-      float4 k[ROUNDS];
-#pragma unroll
-      for (int i = 0; i < ROUNDS; ++i) k[i] = key[i] ? key[i][c] : float4{0, 0, 0, 0};
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
-        const float4 query = own[min(h, heads - head - 1) * wide + c];
-#pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) sum[i][h] = dot(query, k[i], sum[i][h]);
-      }
-    }
+    add_products(sum, key, own, heads - head, wide, lane % LANES);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
 #pragma unroll
@@ -226,12 +238,12 @@ index_scores(const float* q, const float* pooled, const int* table, const int* s
         if (head + h < heads) total[i] += fmaxf(sum[i][h], 0.0f);
       }
   }
+  const int own_round = lane % LANES, index = first + 4 * own_round + lane / LANES;
+  float score = total[0];
 #pragma unroll
-  for (int i = 0; i < ROUNDS; ++i) {
-    const int index = first + 4 * i + lane / LANES;
-    if (lane % LANES == i && index < whole)
-      scores[static_cast<unsigned>(t * most + index)] = total[i];
-  }
+  for (int i = 1; i < ROUNDS; ++i)
+    if (own_round == i) score = total[i];
+  if (own_round < ROUNDS && index < whole) scores[static_cast<unsigned>(t * most + index)] = score;
 }
 
 // grid: (tokens), CHOOSERS threads. blocks: [tokens][chosen], rising; counts: [tokens]. The largest
