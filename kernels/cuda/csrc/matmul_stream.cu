@@ -143,12 +143,17 @@ __device__ __forceinline__ int afresh(int number) {
 struct Ending {
   const Units& units;
   int unit, i;
-  float before = 0;  // asked for early
+  const float* adds = nullptr;  // to what lies here
+  float before = 0;             // asked for early
 
   __device__ __forceinline__ Ending(const Units& units, int unit, int i)
       : units(units), unit(unit), i(i) {
+    if (units.all.kind != ADD) return;
     const Matrix matrix = units.matrix(unit);
-    if (units.all.kind == ADD && is_there(matrix)) before = *place(matrix);
+    if (is_there(matrix)) adds = place(matrix);
+  }
+  __device__ __forceinline__ void ask() {
+    if (adds != nullptr) before = *adds;
   }
   __device__ __forceinline__ bool is_there(const Matrix& matrix) const {
     return (i / 16 < units.all.tokens) & (row(matrix) >= meant());  // no branch
@@ -162,6 +167,7 @@ struct Ending {
   }
   // sums: [tile of the unit][warp][token][16 rows], `one` of them a warp.
   __device__ __forceinline__ void write(const float* sums, int one) {
+    if (i / 16 >= units.all.tokens) return;
     unit = afresh(unit);
     const Matrix matrix = units.matrix(unit);
     if (!is_there(matrix)) return;
@@ -206,30 +212,30 @@ struct Norm {
 };
 
 // All tokens' columns, to `memory`. Each token's part of a chunk is an item, and lies behind the one
-// before it; a warp takes every STEP-th. What comes from far away is asked for SEVERAL at a time. To
-// be normed, items are read twice, unless one turn is enough for all of a warp's: what is added up
-// has the order of norm_row.cuh.
+// before it; a warp takes every STEP-th, and SEVERAL are on their way at a time. To be normed, items
+// are read twice, unless SEVERAL are all: what is added up has the order of norm_row.cuh.
 template <class F>
 __device__ __forceinline__ void stage_blocks(const Product& all, const Norm& norm,
                                              std::uint8_t* memory, int first, int lane) {
   using M = RingMemory<F>;
   using O = Order<F>;
-  constexpr int SEVERAL = 3, STEP = TEAMS * WARPS;
+  constexpr int SEVERAL = 2, STEP = TEAMS * WARPS;
   constexpr bool IS_IN_ORDER = O::APART == 4;
   const int size = M::tokens_bytes(all.tokens), chunks = chunks_of<F>(all.k);
   const int count = all.tokens * chunks, column = O::column(lane >> 2, lane & 3);
+  const float* own = all.x + column;
   bool adds_up = norm.gain != nullptr;
   int item = first;
 #pragma unroll 1
   while (adds_up || item < count) {
     float4 a[SEVERAL], b[SEVERAL];
-    const float* from = all.x + item * RUN + (IS_IN_ORDER || !adds_up ? column : 8 * lane);
+    const float* from = IS_IN_ORDER || !adds_up ? own : all.x + 8 * lane;
     const int apart = IS_IN_ORDER || !adds_up ? O::APART : 4;
 #pragma unroll
-    for (int i = 0; i < SEVERAL; ++i, from += STEP * RUN) {
+    for (int i = 0; i < SEVERAL; ++i) {
       if (item + i * STEP >= count) break;
-      a[i] = *reinterpret_cast<const float4*>(from);
-      b[i] = *reinterpret_cast<const float4*>(from + apart);
+      a[i] = *reinterpret_cast<const float4*>(from + (item + i * STEP) * RUN);
+      b[i] = *reinterpret_cast<const float4*>(from + (item + i * STEP) * RUN + apart);
     }
     if (adds_up) {
 #pragma unroll
@@ -248,7 +254,7 @@ __device__ __forceinline__ void stage_blocks(const Product& all, const Norm& nor
       if (!IS_IN_ORDER || !is_first) continue;
     }
 #pragma unroll 1
-    for (int left = SEVERAL; left > 0 && item < count; --left, item += STEP) {
+    for (; item < count; item += STEP) {
       int token = 0, chunk = item;
       while (chunk >= chunks) ++token, chunk -= chunks;
       if (norm.gain != nullptr) {
@@ -261,6 +267,10 @@ __device__ __forceinline__ void stage_blocks(const Product& all, const Norm& nor
       typename M::Staged(memory + chunk * size, all.tokens).put(token, a[0], b[0], lane);
 #pragma unroll
       for (int i = 1; i < SEVERAL; ++i) a[i - 1] = a[i], b[i - 1] = b[i];
+      const int next = item + SEVERAL * STEP;
+      if (next >= count) continue;
+      a[SEVERAL - 1] = *reinterpret_cast<const float4*>(own + next * RUN);
+      b[SEVERAL - 1] = *reinterpret_cast<const float4*>(own + next * RUN + O::APART);
     }
   }
 }
@@ -304,14 +314,19 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, unsigned m
   if (norm.gain != nullptr) norm.ask(all.k);
 #pragma unroll 1
   for (int i = -1; i < DEPTH; ++i) ahead.fetch(ring + i * Raw::SIZE);
-  grid_wait();
-  // Of the whole warp, one number: branches on it need no code for lanes that go apart.
-  stage<F>(all, norm, shared, __shfl_sync(~0u, warp_of_block, 0), lane);
-  __syncthreads();
 
   int place = 0;
-  for (int count = 0; unit < units.count; ++count, unit += step) {
+  // The first turn stages tokens: what turns have in common is then ready before the wait.
+  for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
     Ending ending(units, unit, threadIdx.x % (32 * WARPS));
+    if (count == 0) {
+      grid_wait();
+      // Of the whole warp, one number: branches on it need no code for lanes that go apart.
+      stage<F>(all, norm, shared, __shfl_sync(~0u, warp_of_block, 0), lane);
+      __syncthreads();
+      if (unit >= units.count) break;
+    }
+    ending.ask();
     // Two sets of sums in turn, so that a set is read while the next is made.
     float* set = sums + (count & 1) * WARPS * subs * one;
     for (int sub = 0; sub < subs; ++sub) {
