@@ -2,8 +2,8 @@
 parts}.cu.
 
 Which formats it takes, and what a block holds in shared memory. Nothing here changes bits: neither
-how many tokens share a block nor which kernels sum up. Takes a Launcher and device arrays; knows
-neither cupy nor models.
+how many tokens share a block, nor how many warps it has, nor which kernels sum up. Takes a Launcher
+and device arrays; knows neither cupy nor models.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.expert_groups import join
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
+from voltapile.shm.formats import row_bytes
 
 ARCH = 80  # from which on
 MOST_TOKENS = 4  # of a block
-# Bytes of a token's chunk in whole numbers: csrc/expert_block.cuh.
-WHOLE = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 832, "Q5_1": 576}
+# Bytes of a token's chunk in whole numbers: csrc/expert_tokens.cuh.
+SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 832, "Q5_1": 576, "Q8_0": 576}
 UP_WARPS, UP_DEPTH = 4, 4
-DOWN_WARPS, DOWN_DEPTH, PARTS_DEPTH = 8, 3, 2
+PARTS_WARPS, PARTS_DEPTH = 8, 2
+# Of a block of expert_down_stream; fewer, if there are two on a multiprocessor.
+DOWN_WARPS, DOWN_WARPS_OF_TWO = 24, 16
+NAMED = 3072  # bytes of shared memory that sources name, most
 STRIP = 16  # tiles of 16 rows of a block of expert_parts
 FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
 UNITS = 4  # of 16 rows of a block of expert_up_stream, for more tokens
@@ -45,28 +49,27 @@ DOWN_PAIRS = [
 ]
 
 
+def _instances(
+    function: str, pairs: list[tuple[str, str]], **defines: int
+) -> dict[tuple[tuple[str, str], bool], Instance]:
+    """By formats, and whether there is no expert that every token takes, nor code for it."""
+    alone = [(pair, True) for pair in pairs if pair[0] == pair[1]]
+    keys = [*((pair, False) for pair in pairs), *alone]
+    return {key: _instance(function, *key, defines) for key in keys}
+
+
 def _instance(
-    function: str, pair: tuple[str, str], is_alone: bool, warps: int, depth: int
+    function: str, pair: tuple[str, str], is_alone: bool, own: dict[str, int]
 ) -> Instance:
-    defines = {"FORMAT": pair[0], "OTHER": pair[1], "WARPS": warps, "DEPTH": depth}
-    defines |= {"STRIP": STRIP, "TILES": 1, "MANY": 0}
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], **own, "TILES": 1, "MANY": 0}
     defines |= {"ALONE": 1} if is_alone else {}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance(f"{function}.cu", function, named, is_exact=True, waits=True)
 
 
-def _instances(
-    function: str, pairs: list[tuple[str, str]], warps: int, depth: int
-) -> dict[tuple[tuple[str, str], bool], Instance]:
-    """By formats, and whether there is no expert that every token takes, nor code for it."""
-    alone = [(pair, True) for pair in pairs if pair[0] == pair[1]]
-    keys = [*((pair, False) for pair in pairs), *alone]
-    return {key: _instance(function, *key, warps, depth) for key in keys}
-
-
-UP = _instances("expert_up_stream", UP_PAIRS, UP_WARPS, UP_DEPTH)
-DOWN = _instances("expert_down_stream", DOWN_PAIRS, DOWN_WARPS, DOWN_DEPTH)
-PARTS = _instances("expert_parts", DOWN_PAIRS, DOWN_WARPS, PARTS_DEPTH)
+UP = _instances("expert_up_stream", UP_PAIRS, WARPS=UP_WARPS, DEPTH=UP_DEPTH)
+DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=32)
+PARTS = _instances("expert_parts", DOWN_PAIRS, WARPS=PARTS_WARPS, DEPTH=PARTS_DEPTH, STRIP=STRIP)
 INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values()]
 
 
@@ -102,37 +105,32 @@ class Layer:
             return False
         if self.up_pair not in UP_PAIRS or self.down_pair not in DOWN_PAIRS:
             return False
-        if self.shared is not None and (
-            self.shared.gate.type_name != self.shared.up.type_name
-            or _chunks(self.down_pair[1], self.shared_columns) > DOWN_WARPS
-        ):
+        if self.shared is not None and self.shared.gate.type_name != self.shared.up.type_name:
             return False
         needed = self.up_bytes(1, UNITS), self.parts_bytes(1), self.down_bytes(used)
-        return max(needed) <= most
+        return max(needed) + NAMED <= most
 
     def up_bytes(self, room: int, units: int) -> int:
-        columns, own = self.table.gate.shape[2], _whole(16 * self.table.count)
+        columns = self.table.gate.shape[2]
         routed, other = (
             _strip_bytes(name, columns, room, 2 * units, UP_WARPS, UP_DEPTH)
             for name in self.up_pair
         )
-        return max(own + routed, other)
+        gate = _whole(4 * columns) + _whole(4 * room * _chunks(columns))
+        return max(_whole(16 * self.table.count) + routed, gate + other)
 
-    def down_slots(self, used: int) -> int:
-        """Chunks of a warp of expert_down_stream."""
-        return _groups(used * _chunks(self.down_pair[0], self.table.down.shape[2]), DOWN_WARPS)
+    def down_items(self, used: int) -> int:
+        return used * _chunks(self.table.down.shape[2]) + _chunks(self.shared_columns)
 
     def down_bytes(self, used: int) -> int:
         own, other = self.down_pair
-        each = _ring(own, DOWN_DEPTH) + _ring(other, 1)
-        each += self.down_slots(used) * _slot(own, 1) + _slot(other, 1)
-        items = used * _chunks(own, self.table.down.shape[2])
-        items += _chunks(other, self.shared_columns)
-        return DOWN_WARPS * each + 64 * (items + used + 1)
+        tiles = used * _rows_bytes(own, self.table.down.shape[2])
+        tiles += _rows_bytes(other, self.shared_columns) * (self.shared is not None)
+        return tiles + self.down_items(used) * max(SLOTS[own], SLOTS[other])
 
     def parts_bytes(self, room: int) -> int:
         pairs = zip(self.down_pair, (self.table.down.shape[2], self.shared_columns), strict=True)
-        return max(_strip_bytes(*each, room, STRIP, DOWN_WARPS, PARTS_DEPTH) for each in pairs)
+        return max(_strip_bytes(*each, room, STRIP, PARTS_WARPS, PARTS_DEPTH) for each in pairs)
 
     def down_args(self, inner: DeviceArray | None) -> tuple[int | np.int32, ...]:
         """Of the shared expert."""
@@ -200,10 +198,11 @@ def _down(
     """Right behind expert_up_stream: the choice is there before that ends."""
     (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
     tokens, used = chosen.shape
-    numbers = used, columns, rows, int(adds), layer.down_slots(used)
+    numbers, blocks = (used, columns, rows, int(adds)), _groups(rows, 16)
+    most = DOWN_WARPS if blocks * tokens <= ops.multiprocessors else DOWN_WARPS_OF_TWO
     ops.kernel(DOWN[layer.down_pair, layer.is_alone])(
-        (_groups(rows, 16), tokens),
-        32 * DOWN_WARPS,
+        (blocks, tokens),
+        32 * min(most, layer.down_items(used)),
         (
             *(*layer.table.args, chosen.ptr, shares.ptr, inner[0].ptr, out.ptr),
             *(*map(np.int32, numbers), *layer.down_args(inner[1]), np.int32(layer.shared_columns)),
@@ -224,7 +223,7 @@ def _parts(
     numbers = tokens, used, columns, rows, room
     ops.kernel(PARTS[layer.down_pair, layer.is_alone])(
         (_groups(rows, 16 * STRIP), chosen.size + turns),
-        32 * DOWN_WARPS,
+        32 * PARTS_WARPS,
         (
             *(*layer.table.args, chosen.ptr, inner[0].ptr, parts.ptr, *map(np.int32, numbers)),
             *(*layer.down_args(inner[1]), 0 if other is None else other.ptr),
@@ -246,22 +245,19 @@ def _room(nbytes: Callable[[int], int], tokens: int, arch: int) -> int:
 
 def _strip_bytes(name: str, columns: int, room: int, tiles: int, warps: int, depth: int) -> int:
     """Of csrc/expert_strip.cuh: tokens, rings, sums."""
-    chunks = _chunks(name, columns)
-    tokens = _whole(chunks * _slot(name, room))
-    return tokens + warps * _ring(name, depth) + 64 * tiles * chunks * room
+    chunks = _chunks(columns)
+    tokens = _whole(chunks * SLOTS[name] * room)
+    return tokens + warps * _whole(depth * CHUNKS[name].stage_bytes) + 64 * tiles * chunks * room
 
 
-def _slot(name: str, room: int) -> int:
-    """Of a chunk's tokens."""
-    return WHOLE[name] * room if name in WHOLE else CHUNKS[name].slot_bytes(room)
+def _rows_bytes(name: str, columns: int) -> int:
+    """Of 16 whole rows: an odd number of 16 bytes each, from wherever they start in 16."""
+    row = row_bytes(name, columns) + max(0, 16 - CHUNKS[name].align)
+    return 256 * (_groups(row, 16) | 1)
 
 
-def _ring(name: str, places: int) -> int:
-    return _whole(places * CHUNKS[name].stage_bytes + CHUNKS[name].scale_bytes)
-
-
-def _chunks(name: str, columns: int) -> int:
-    return _groups(columns, 32 * CHUNKS[name].groups)
+def _chunks(columns: int) -> int:
+    return _groups(columns, 256)
 
 
 def _whole(nbytes: int) -> int:

@@ -1,12 +1,11 @@
-// Chunks of 256 columns of some formats in whole numbers, from sm_80 on: 16 rows of weights as
-// bytes, times up to four tokens as 16-bit numbers, whose two bytes are two columns of the tensor
+// Chunks of 256 columns in whole numbers, from sm_80 on: 16 rows of weights as bytes, times up to
+// four tokens as 16-bit numbers (expert_tokens.cuh), whose two bytes are two columns of the tensor
 // core's 8. Sums are exact until scales come that are halves: those of a chunk of a K format, of a
-// group of Q5_1.
+// group of Q5_1 and Q8_0.
 //
-// A token's numbers have one scale for a chunk: its largest value becomes 32512. Lane l holds the
-// sums of rows row(0) and row(1) of mma.cuh's Tile, and of token l % 4.
+// Lane l holds the sums of rows row(0) and row(1) of mma.cuh's Tile, and of token l % 4.
 #pragma once
-#include "matmul_chunk.cuh"
+#include "expert_tokens.cuh"
 
 namespace voltapile {
 
@@ -25,66 +24,14 @@ __device__ __forceinline__ void mma_bytes_16(int (&c)[4], unsigned a0, unsigned 
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a0), "r"(a1), "r"(b0));
 }
+__device__ __forceinline__ void mma_signed_32(int (&c)[4], unsigned a0, unsigned a1, unsigned a2,
+                                              unsigned a3, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 #endif
-__device__ __forceinline__ unsigned largest_of_lanes(unsigned x) {
-#ifdef VP_EMULATION
-  for (int step = 16; step > 0; step >>= 1) x = max(x, __shfl_xor_sync(~0u, x, step));
-  return x;
-#else
-  return __reduce_max_sync(~0u, x);
-#endif
-}
-
-// Eight values of a lane as bytes, the upper ones and the lower ones, four a word.
-struct Bytes16 {
-  uint2 high, low;
-  int high_sums[2], low_sums[2];  // of its first four and of its second four
-};
-__device__ __forceinline__ void split(const float4& v, float scale, unsigned& high, unsigned& low,
-                                      int& high_sum, int& low_sum) {
-  const float values[4] = {v.x, v.y, v.z, v.w};
-  unsigned q[4];
-  low_sum = high_sum = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int n = static_cast<int>(rintf(values[i] * scale)), upper = (n + 128) >> 8;
-    q[i] = static_cast<unsigned>(n + 128);  // its second byte is the upper one, its first less 128
-    high_sum += upper;
-    low_sum += n - 256 * upper;
-  }
-  const unsigned first = __byte_perm(q[0], q[1], 0x5140), second = __byte_perm(q[2], q[3], 0x5140);
-  low = __byte_perm(first, second, 0x5410) ^ 0x80808080;
-  high = __byte_perm(first, second, 0x7632);
-}
-
-// In shared memory, of a token: [8 groups][2 planes][32 bytes], what a format adds, its scale. The
-// lane that loads them says which eight columns belong together.
-template <class F>
-struct WholeTokens;
-
-// Puts bytes to their place, and tells the scale that undoes theirs.
-__device__ __forceinline__ float put_eight(std::uint8_t* own, float4 a, float4 b, int lane,
-                                           Bytes16& bytes) {
-  // As numbers without a sign: what is infinite or no number is largest, and stays so.
-  unsigned most = 0;
-  const float values[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) most = max(most, __float_as_uint(values[i]) & 0x7fffffffu);
-  most = max(largest_of_lanes(most), 0x0da24260u);  // 1e-30
-  const float largest = __uint_as_float(most), scale = __fdividef(32512.0f, largest);
-  split(a, scale, bytes.high.x, bytes.low.x, bytes.high_sums[0], bytes.low_sums[0]);
-  split(b, scale, bytes.high.y, bytes.low.y, bytes.high_sums[1], bytes.low_sums[1]);
-  std::uint8_t* at = own + 64 * (lane >> 2) + 8 * (lane & 3);
-  *reinterpret_cast<uint2*>(at) = bytes.high;
-  *reinterpret_cast<uint2*>(at + 32) = bytes.low;
-  return largest * (1.0f / 32512.0f);
-}
-// Over the numbers of group lane / 4.
-__device__ __forceinline__ int sum_of_group(const Bytes16& bytes) {
-  int sum = 256 * (bytes.high_sums[0] + bytes.high_sums[1]) + bytes.low_sums[0] + bytes.low_sums[1];
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  return sum + __shfl_xor_sync(~0u, sum, 2);
-}
 // Column n = lane / 4 is a token's plane.
 __device__ __forceinline__ const std::uint8_t* column_of(const std::uint8_t* tokens, int size,
                                                          int room, int lane) {
@@ -92,92 +39,10 @@ __device__ __forceinline__ const std::uint8_t* column_of(const std::uint8_t* tok
   return tokens + (token < room ? token : 0) * size + 32 * (lane >> 2 & 1) + 8 * (lane & 3);
 }
 
-template <>
-struct WholeTokens<formats::Q4_K> {
-  static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
-
-  static __device__ __forceinline__ void load(const float* row, int column, int, int lane,
-                                              float4& a, float4& b) {
-    const float4* from = reinterpret_cast<const float4*>(row + column + 8 * lane);
-    a = from[0];
-    b = from[1];
-  }
-  static __device__ __forceinline__ void put(std::uint8_t* own, float4 a, float4 b, int lane) {
-    Bytes16 bytes;
-    const float scale = put_eight(own, a, b, lane, bytes);
-    const int sum = sum_of_group(bytes);
-    const float low = sum * 0x1p-6f, high = __shfl_xor_sync(~0u, low, 4);
-    if ((lane & 7) == 0) {
-      const unsigned pair = half_pair(low, high);
-      const float2 kept = half_values(pair);
-      reinterpret_cast<uint2*>(own + SUMS)[lane >> 3] =
-          uint2{pair, half_pair((low - kept.x) * 2048.0f, (high - kept.y) * 2048.0f)};
-    }
-    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale;
-  }
-};
-template <>
-struct WholeTokens<formats::Q5_K> : WholeTokens<formats::Q4_K> {};
-template <>
-struct WholeTokens<formats::Q6_K> {
-  // OFFSETS: of each 16 columns what their sums begin with, since weights are 32 less.
-  static constexpr int PER_TOKEN = 832, OFFSETS = 512, SCALE = 768;
-
-  static __device__ __forceinline__ void load(const float* row, int column, int, int lane,
-                                              float4& a, float4& b) {
-    const float4* from =
-        reinterpret_cast<const float4*>(row + column + 32 * (lane >> 2) + 4 * (lane & 3));
-    a = from[0];
-    b = from[4];
-  }
-  static __device__ __forceinline__ void put(std::uint8_t* own, float4 a, float4 b, int lane) {
-    Bytes16 bytes;
-    const float scale = put_eight(own, a, b, lane, bytes);
-    int sums[4] = {bytes.high_sums[0], bytes.low_sums[0], bytes.high_sums[1], bytes.low_sums[1]};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sums[i] += __shfl_xor_sync(~0u, sums[i], 1);
-      sums[i] += __shfl_xor_sync(~0u, sums[i], 2);
-      sums[i] *= -32;
-    }
-    if ((lane & 3) < 2) {
-      const int high = lane & 1 ? sums[2] : sums[0], low = lane & 1 ? sums[3] : sums[1];
-      reinterpret_cast<int4*>(own + OFFSETS)[2 * (lane >> 2) + (lane & 1)] =
-          int4{high, low, high, low};
-    }
-    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale;
-  }
-};
-
-template <>
-struct WholeTokens<formats::Q5_1> {
-  static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
-
-  static __device__ __forceinline__ void load(const float* row, int column, int k, int lane,
-                                              float4& a, float4& b) {
-    const int first = column + 32 * (lane >> 2) + 4 * (lane & 3);
-    a = four_columns(row, first, k);
-    b = four_columns(row, first + 16, k);
-  }
-  static __device__ __forceinline__ void put(std::uint8_t* own, float4 a, float4 b, int lane) {
-    Bytes16 bytes;
-    const float scale = put_eight(own, a, b, lane, bytes);
-    const int sum = sum_of_group(bytes);
-    if ((lane & 3) == 0) reinterpret_cast<float*>(own + SUMS)[lane >> 2] = static_cast<float>(sum);
-    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale;
-  }
-};
-
 // sums: of the lane's two rows and its token, of which there are `room`. at: where its rows start.
+// groups: of 32 columns; always eight in K formats.
 template <class F>
 struct WholeBlock;
-// Whether rows are whole chunks of 256 columns.
-template <class F>
-constexpr bool IS_K = Equal<F, formats::Q4_K>::value || Equal<F, formats::Q5_K>::value ||
-                      Equal<F, formats::Q6_K>::value;
-// Whether products are made here.
-template <class F>
-constexpr bool IS_WHOLE = IS_K<F> || Equal<F, formats::Q5_1>::value;
 
 // Q4_K and, with a FIFTH bit, Q5_K. CODES: where a block's lower bits begin.
 template <int CODES, bool FIFTH>
@@ -197,7 +62,7 @@ struct FourBits {
   static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
                                                   const int (&at)[Tile::ROWS],
                                                   const std::uint8_t* tokens, int room, int lane,
-                                                  float (&sums)[2]) {
+                                                  int groups, float (&sums)[2]) {
     const int p = lane & 3;
     Heads heads[2];
     uint2 fifth[2] = {};
@@ -263,7 +128,7 @@ struct WholeBlock<formats::Q6_K> {
   static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
                                                   const int (&at)[Tile::ROWS],
                                                   const std::uint8_t* tokens, int room, int lane,
-                                                  float (&sums)[2]) {
+                                                  int groups, float (&sums)[2]) {
     const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
     const int p = lane & 3, token = p < room ? p : 0;
     const std::uint8_t* own = tokens + token * T::PER_TOKEN;
@@ -331,13 +196,13 @@ struct WholeBlock<formats::Q5_1> {
   static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
                                                   const int (&at)[Tile::ROWS],
                                                   const std::uint8_t* tokens, int room, int lane,
-                                                  float (&sums)[2]) {
+                                                  int groups, float (&sums)[2]) {
     const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
     const int p = lane & 3, token = p < room ? p : 0;
     const std::uint8_t* own = tokens + token * T::PER_TOKEN;
     sums[0] = sums[1] = 0.0f;
 #pragma unroll 2
-    for (int group = 0; group < 8; ++group) {
+    for (int group = 0; group < groups; ++group) {
       unsigned a[2][2], heads[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -364,6 +229,89 @@ struct WholeBlock<formats::Q5_1> {
     sums[1] *= scale;
   }
 };
+
+template <>
+struct WholeBlock<formats::Q8_0> {
+  using T = WholeTokens<formats::Q8_0>;
+
+  static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
+                                                  const int (&at)[Tile::ROWS],
+                                                  const std::uint8_t* tokens, int room, int lane,
+                                                  int groups, float (&sums)[2]) {
+    const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
+    const int p = lane & 3, token = p < room ? p : 0;
+    sums[0] = sums[1] = 0.0f;
+#pragma unroll 2
+    for (int group = 0; group < groups; ++group) {
+      unsigned a[2][2];
+      float factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int block = at[i] + 34 * group;
+        const Words words(memory, block + 2 + 4 * p);
+        a[i][0] = words.at(0);
+        a[i][1] = words.at(16);
+        factor[i] = half_value(*reinterpret_cast<const std::uint16_t*>(memory + block));
+      }
+      const uint2 b = *reinterpret_cast<const uint2*>(column + 64 * group);
+      int c[4] = {};
+      mma_signed_32(c, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        sums[i] = fmaf(factor[i], static_cast<float>(256 * c[2 * i] + c[2 * i + 1]), sums[i]);
+    }
+    const float scale =
+        *reinterpret_cast<const float*>(tokens + token * T::PER_TOKEN + T::SCALE);
+    sums[0] *= scale;
+    sums[1] *= scale;
+  }
+};
+
+// Whether rows are whole chunks of 256 columns.
+template <class F>
+constexpr bool IS_K = Equal<F, formats::Q4_K>::value || Equal<F, formats::Q5_K>::value ||
+                      Equal<F, formats::Q6_K>::value;
+
+// How a matrix with rows of k columns is cut.
+template <class F>
+struct Chunks {
+  static constexpr int COLUMNS = 256, BYTES = Codec<F>::BYTES;
+  static constexpr int SLOT = WholeTokens<F>::PER_TOKEN;
+  int k;
+
+  __device__ __forceinline__ int count() const {
+    return static_cast<unsigned>(k + COLUMNS - 1) / COLUMNS;
+  }
+  __device__ __forceinline__ int groups(int chunk) const {
+    return IS_K<F> ? 8 : min(8, (k - chunk * COLUMNS) / 32);
+  }
+  __device__ __forceinline__ int row_bytes() const {
+    return static_cast<unsigned>(k) / F::length * F::bytes;
+  }
+  __device__ __forceinline__ Held load(const float* row, int chunk, int lane) const {
+    return WholeTokens<F>::load(row, chunk * COLUMNS, k, lane);
+  }
+};
+
+// Goes through items first, first + step, ...: which tile and which of its chunks.
+struct Walk {
+  int tile = 0, chunk;
+
+  __device__ __forceinline__ Walk(int first, int chunks) : chunk(first) { settle(chunks); }
+  __device__ __forceinline__ void advance(int step, int chunks) {
+    chunk += step;
+    settle(chunks);
+  }
+  __device__ __forceinline__ void settle(int chunks) {
+#pragma unroll 1
+    while (chunk >= chunks) chunk -= chunks, ++tile;
+  }
+};
+
+// A warp's number, of which the compiler knows that all lanes have the same: else it makes code for
+// lanes that part from each other. All of them call.
+__device__ __forceinline__ int own_warp() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
+__device__ __forceinline__ constexpr int whole(int bytes) { return (bytes + 127) & ~127; }
 #endif
 
 }  // namespace voltapile

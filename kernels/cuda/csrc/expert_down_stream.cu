@@ -1,11 +1,25 @@
 // Down of a token's chosen experts and their weighted sum, for few generated rows from sm_80 on,
-// and with it the expert that every token takes. -D as in expert_twins.cuh.
-#include "expert_twins.cuh"
+// and with it the expert that every token takes. A block has 16 rows of all of them: their bytes
+// lie in its shared memory, row by row, before tokens come; then a warp takes one chunk of one
+// expert, or a few. -D FORMAT; OTHER, of the expert that every token takes; ALONE 1 if there is
+// none; WARPS, as many as a block may have; TILES 1 and MANY 0.
+#include "expert_block.cuh"
+#include "expert_table.cuh"
+#include "grid.cuh"
+#include "matmul_epilogue.cuh"
 
 using namespace voltapile;
 
 #if VP_ARCH >= 800
+using F = formats::FORMAT;
+using O = formats::OTHER;
+#ifndef ALONE
+#define ALONE 0
+#endif
+constexpr bool IS_ALONE = ALONE;
 constexpr int MOST_USED = 32;
+constexpr int SLOT =
+    Chunks<O>::SLOT > Chunks<F>::SLOT ? Chunks<O>::SLOT : Chunks<F>::SLOT;
 
 // A token's experts that are here, in the order of `chosen`.
 struct Present {
@@ -18,7 +32,7 @@ struct Present {
                                        const float* shares, int used) {
     const int lane = threadIdx.x & 31;
     const Expert* own = lane < used ? experts.find(chosen[lane]) : nullptr;
-    const unsigned there = __ballot_sync(ALL, own != nullptr);
+    const unsigned there = __ballot_sync(~0u, own != nullptr);
     const int at = __popc(there & ((1u << lane) - 1));
     if (own != nullptr) {
       down[at] = own->matrices[DOWN];
@@ -28,126 +42,144 @@ struct Present {
     if (lane == 0) count = __popc(there);
   }
 };
+
+// 16 rows of a matrix in shared memory, whole, each as it lies within 16 bytes.
+template <class Format>
+struct Rows {
+  static constexpr int SLACK = Codec<Format>::ALIGN >= 16 ? 0 : 16 - Codec<Format>::ALIGN;
+  int bytes, stride, last_row;
+
+  __device__ __forceinline__ Rows(int k, int last_row)
+      : bytes(Chunks<Format>{k}.row_bytes()), stride(odd_sixteens(bytes + SLACK)),
+        last_row(last_row) {}
+  __device__ __forceinline__ static int skew(const std::uint8_t* p) {
+    return SLACK ? static_cast<int>(reinterpret_cast<std::uint64_t>(p) & 15) : 0;
+  }
+  // memory: of the tile that begins at `first`.
+  __device__ __forceinline__ void begin(std::uint8_t* memory, const std::uint8_t* first, int row,
+                                        int lane) const {
+    const std::uint8_t* from = first + min(row, last_row) * bytes;
+    const int less = skew(from);
+#pragma unroll 1
+    for (int at = 16 * lane; at < bytes + less; at += 512)
+      copy_async(memory + row * stride + at, from - less + at, 16);
+  }
+  // Sums of 16 rows are kept where the token was.
+  __device__ __forceinline__ void multiply(const std::uint8_t* memory, const std::uint8_t* first,
+                                           int k, int chunk, std::uint8_t* slot, int lane) const {
+    const Tile tile{lane};
+    int at[Tile::ROWS];
+#pragma unroll
+    for (int i = 0; i < Tile::ROWS; ++i) {
+      const int row = tile.row(i);
+      at[i] = row * stride + skew(first + min(row, last_row) * bytes) +
+              chunk * Chunks<Format>::BYTES;
+    }
+    float sums[2];
+    WholeBlock<Format>::multiply(memory, at, slot, 1, lane, Chunks<Format>{k}.groups(chunk), sums);
+    __syncwarp();  // the token has been read
+    if ((lane & 3) == 0)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) reinterpret_cast<float*>(slot)[tile.row(i)] = sums[i];
+  }
+};
 #endif
 
-// grid: (rows / 16, tokens). inner: [tokens * used][k], other_inner [tokens][other_k] or null; out
-// [tokens][rows]: the weighted sum over a token's experts in the order of `chosen`, then the one
-// that all take, whose chunks are no more than there are warps. What was chosen is there before the
-// wait, since expert_up_stream is the kernel before. slots: items of a warp, most.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
+// grid: (rows / 16, tokens), as many warps as suit. inner: [tokens * used][k], other_inner
+// [tokens][other_k] or null; out [tokens][rows]: the weighted sum over a token's experts in the
+// order of `chosen`, then the one that all take. What was chosen is there before the wait, since
+// expert_up_stream is the kernel before.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, const float* inner, float* out, int used, int k,
-                       int rows, int accumulate, int slots,
-                       const std::uint8_t* other_down, const float* other_inner, int other_k) {
+                       int rows, int accumulate, const std::uint8_t* other_down,
+                       const float* other_inner, int other_k) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ Present here;
-  using R = Ring<F>;
-  using Q = Ring<O>;
-  const int warp = own_warp(), lane = threadIdx.x & 31;
+  __shared__ float sums[(MOST_USED + 1) * 16];
+  const int warp = own_warp(), lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   const long long token = blockIdx.y;
   const int meant = blockIdx.x * 16, first_row = first_row_of(meant, rows);
-  const int last_row = min(15, rows - 1), chunks = R::chunks(k), row_bytes = row_bytes_of<F>(k);
+  const Chunks<F> cut{k};
+  const Chunks<O> other_cut{IS_ALONE ? 0 : other_k};
+  const Rows<F> tiles(k, min(15, rows - 1));
+  const Rows<O> other_tile(other_cut.k, min(15, rows - 1));
   here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, used);
   __syncwarp();
-  const int items = here.count * chunks, others = IS_ALONE ? 0 : Q::chunks(other_k);
-  // This warp's chunk of the one that all take: warps with fewer items begin.
-  const int other = (warp - items) & (WARPS - 1);
-  std::uint8_t* ring = shared + warp * (R::bytes(DEPTH) + Q::bytes(1));
-  std::uint8_t* other_ring = ring + R::bytes(DEPTH);
-  std::uint8_t* own_slots = shared + WARPS * (R::bytes(DEPTH) + Q::bytes(1)) +
-                            warp * (slots * R::slot_bytes(1) + Q::slot_bytes(1));
-  std::uint8_t* other_slot = own_slots + slots * R::slot_bytes(1);
-  float* parts = reinterpret_cast<float*>(shared + WARPS * (R::bytes(DEPTH) + Q::bytes(1) +
-                                                            slots * R::slot_bytes(1) +
-                                                            Q::slot_bytes(1)));  // [item][16]
-  float* sums = parts + 16 * (used * chunks + others);  // [expert][16]
-  const Tile tile{lane};
-  const typename R::Raw raw(row_bytes, last_row, lane);
+  const int chunks = cut.count(), items = here.count * chunks, others = other_cut.count();
+  const int tile_bytes = 16 * tiles.stride;
+  std::uint8_t* other_memory = shared + used * tile_bytes;
+  std::uint8_t* slots = other_memory + (IS_ALONE ? 0 : 16 * other_tile.stride);  // [item]
   const auto row_of = [&](int n) {
-    return here.down[n] + static_cast<long long>(first_row) * row_bytes;
+    return here.down[n] + static_cast<long long>(first_row) * tiles.bytes;
   };
-  const int other_bytes = row_bytes_of<O>(other_k);
-  const std::uint8_t* other_row = other_down + static_cast<long long>(first_row) * other_bytes;
-  if (other < others)
-    Q::begin(typename Q::Raw(other_bytes, last_row, lane), other_ring, other_row, other,
-             other_bytes);
+  const std::uint8_t* other_row = other_down + static_cast<long long>(first_row) * other_tile.bytes;
+#pragma unroll 1
+  for (int row = warp; row < 16 * here.count; row += warps)
+    tiles.begin(shared + row / 16 * tile_bytes, row_of(row / 16), row % 16, lane);
+  if (others > 0)
+#pragma unroll 1
+    for (int row = warp; row < 16; row += warps)
+      other_tile.begin(other_memory, other_row, row, lane);
   commit_copies();
-  // Walks go over a token's experts as over tiles.
-  Walk ahead(warp, chunks), staged = ahead, own = ahead;
-  const auto inner_of = [&](int n) { return inner + (token * used + here.ranks[n]) * k; };
-  const auto stage = [&] {
-    const float* other_x = other_inner + token * other_k;
-    if (other < others)
-      Q::put(Q::load(other_x, other_k, other, lane), other_slot, 1, 0, other_x, other_k, other,
-             lane);
-    if (staged.tile >= here.count) return;
-    const float* row = inner_of(staged.tile);
-    typename R::Held held = R::load(row, k, staged.chunk, lane);
-#pragma unroll 1
-    for (std::uint8_t* slot = own_slots; staged.tile < here.count; slot += R::slot_bytes(1)) {
-      const typename R::Held now = held;
-      const float* own_row = row;
-      const int chunk = staged.chunk;
-      staged.advance(WARPS, chunks);
-      if (staged.tile < here.count) {
-        row = inner_of(staged.tile);
-        held = R::load(row, k, staged.chunk, lane);
-      }
-      R::put(now, slot, 1, 0, own_row, k, chunk, lane);
-    }
-  };
-  int place = 0;
-  std::uint8_t* slot = own_slots;
-  // As in Strip.
-#pragma unroll 1
-  for (int turn = -DEPTH; turn < 0 || own.tile < here.count; ++turn) {
-    if (turn >= 0) {
-      wait_for_copies<DEPTH - 1>();
-      __syncwarp();
-      R::multiply(ring, place, DEPTH, raw, row_of(own.tile), own.chunk, slot, 1, tile,
-                  parts + (own.tile * chunks + own.chunk) * 16);
-      __syncwarp();  // what was read may be overwritten
-      slot += R::slot_bytes(1);
-      own.advance(WARPS, chunks);
-    }
-    if (ahead.tile < here.count) {
-      R::begin(raw, ring + place * R::Raw::SIZE, row_of(ahead.tile), ahead.chunk, row_bytes);
-      ahead.advance(WARPS, chunks);
-    }
-    commit_copies();
-    place = place + 1 < DEPTH ? place + 1 : 0;
-    if (turn == -1) {
-      grid_wait();
-      grid_launch();
-      stage();
-      __syncwarp();
-    }
-  }
-  if (other < others) {
-    wait_for_copies<0>();
-    __syncwarp();
-    Q::multiply(other_ring, 0, 1, typename Q::Raw(other_bytes, last_row, lane), other_row, other,
-                other_slot, 1, tile, parts + (used * chunks + other) * 16);
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 16 * (here.count + (others > 0)); i += 32 * WARPS) {
-    const bool is_other = i >= 16 * here.count;
-    const float* from = parts + (is_other ? used : i / 16) * chunks * 16 + i % 16;
-    float sum = 0.0f;
-#pragma unroll 1
-    for (int chunk = 0; chunk < (is_other ? others : chunks); ++chunk) sum += from[16 * chunk];
-    sums[i] = sum;
-  }
-  __syncthreads();
-  const int i = threadIdx.x, row = first_row + i;
-  if (i >= 16 || row < meant || row >= rows) return;
+  const int row = first_row + threadIdx.x;
+  const bool writes = threadIdx.x < 16 && row >= meant && row < rows;
   float* to = out + token * rows + row;
-  float sum = 0.0f;
+  const float* own_inner = inner + token * used * k;
+  const float* others_inner = other_inner + token * other_k;
+  const Walk begin(warp, chunks);
+  // A walk goes over a token's experts as over tiles; behind them are items of the one that all
+  // take.
+  const auto load = [&](const Walk& at, int item) {
+    return !IS_ALONE && item >= items
+               ? other_cut.load(others_inner, item - items, lane)
+               : cut.load(own_inner + here.ranks[at.tile] * k, at.chunk, lane);
+  };
+  const int all = items + others;
+  grid_wait();
+  grid_launch();
+  Walk walk = begin;
+  Held held;
+  if (warp < all) held = load(walk, warp);
+  const float before = writes && accumulate ? *to : 0.0f;
 #pragma unroll 1
-  for (int n = 0; n < here.count; ++n) sum += here.weights[n] * sums[16 * n + i];
-  if (others > 0) sum += sums[16 * here.count + i];
-  *to = accumulate ? *to + sum : sum;
+  for (int item = warp; item < all; item += warps) {
+    const Held own = held;
+    walk.advance(warps, chunks);
+    if (item + warps < all) held = load(walk, item + warps);
+    if (!IS_ALONE && item >= items)
+      WholeTokens<O>::put(slots + item * SLOT, own, lane);
+    else
+      WholeTokens<F>::put(slots + item * SLOT, own, lane);
+  }
+  wait_for_copies<0>();
+  __syncthreads();
+  walk = begin;
+#pragma unroll 1
+  for (int item = warp; item < all; item += warps, walk.advance(warps, chunks)) {
+    std::uint8_t* slot = slots + item * SLOT;
+    if (!IS_ALONE && item >= items)
+      other_tile.multiply(other_memory, other_row, other_k, item - items, slot, lane);
+    else
+      tiles.multiply(shared + walk.tile * tile_bytes, row_of(walk.tile), k, walk.chunk, slot, lane);
+  }
+  __syncthreads();
+  const int results = here.count + (others > 0);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 16 * results; i += blockDim.x) {
+    const int n = i / 16, own = n < here.count ? chunks : others;
+    const float* from = reinterpret_cast<const float*>(slots + n * chunks * SLOT) + i % 16;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int chunk = 0; chunk < own; ++chunk) sum += from[SLOT / 4 * chunk];
+    sums[i] = n < here.count ? here.weights[n] * sum : sum;
+  }
+  __syncthreads();
+  if (!writes) return;
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int n = 0; n < results; ++n) sum += sums[16 * n + threadIdx.x];
+  *to = accumulate ? before + sum : sum;
 #endif
 }

@@ -27,12 +27,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
       seats.to[threadIdx.x] = to + row * rows;
     }
     __syncthreads();
+    Seated source{seats};
     const Sums sums = strip.multiply(
         own,
         [&](int t) {
           return down + static_cast<long long>(first_row_of(begin + 16 * t, rows)) * row_bytes;
         },
-        [&](int token) { return seats.from[token]; }, [] {});
+        source, false);
 #pragma unroll 1
     for (int i = threadIdx.x; i < 16 * tiles * own; i += 32 * WARPS) {
       const int tile = i / 16 / own, token = i / 16 - tile * own, meant = begin + 16 * tile;
@@ -42,8 +43,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
   };
   if (!IS_ALONE && y >= pairs) {
     const int start = (y - pairs) * room;
-    make(Strip<O>{tiles, other_k, last_row, room, shared}, other_down, row_bytes_of<O>(other_k),
-         min(room, tokens - start), start + threadIdx.x, other_inner, other_parts);
+    make(Strip<O>{tiles, other_k, last_row, room, shared}, other_down,
+         Chunks<O>{other_k}.row_bytes(), min(room, tokens - start), start + threadIdx.x,
+         other_inner, other_parts);
     return;
   }
   const Expert* expert = Experts{table, count, first}.find(chosen[y]);
@@ -57,8 +59,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
       left = twins_of(chosen, pairs, y, turn, mine);
       if (left <= 0) return;
     }
-    make(Strip<F>{tiles, k, last_row, room, shared}, down, row_bytes_of<F>(k), min(room, left),
-         mine, inner, parts);
+    make(Strip<F>{tiles, k, last_row, room, shared}, down, Chunks<F>{k}.row_bytes(),
+         min(room, left), mine, inner, parts);
   }
 #endif
 }

@@ -54,6 +54,16 @@ struct Seats {
   const float* from[MOST_TOKENS];
   float* to[MOST_TOKENS];
 };
+// Of Strip's tokens: those that sit there, as nothing but rows.
+struct Seated {
+  const Seats& seats;
+
+  __device__ __forceinline__ void arrive() const {}
+  __device__ __forceinline__ const float* row(int token) const { return seats.from[token]; }
+  template <class Cut>
+  __device__ __forceinline__ void see(int, int, const Cut&, const Held&) const {}
+  __device__ __forceinline__ void meet() const {}
+};
 #endif
 
 }  // namespace voltapile

@@ -14,38 +14,38 @@ struct Guests : Seats {
   float factors[MOST_TOKENS];  // of what is written
 };
 
-// sigmoid(x . weight) of each token, by all threads.
-__device__ __forceinline__ void gate_tokens(const float* weight, int k, int count,
-                                            Guests& guests) {
-  constexpr int SEVERAL = 8;  // loads under way
-  __shared__ float sums[WARPS];
-#pragma unroll 1
-  for (int token = 0; token < count; ++token) {
-    const float* row = guests.from[token];
-    float sum = 0.0f;
-#pragma unroll 1
-    for (int start = threadIdx.x; start < k; start += SEVERAL * 32 * WARPS) {
-      float a[SEVERAL], b[SEVERAL];
-#pragma unroll
-      for (int i = 0; i < SEVERAL; ++i) {
-        const int at = start + 32 * WARPS * i;
-        a[i] = at < k ? row[at] : 0.0f;
-        b[i] = at < k ? weight[at] : 0.0f;
-      }
-#pragma unroll
-      for (int i = 0; i < SEVERAL; ++i) sum = fmaf(a[i], b[i], sum);
-    }
-    sum = warp_join(sum, Add());
-    __syncthreads();  // sums may still be read from the last time
-    if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = sum;
-    __syncthreads();
-    if (threadIdx.x >= 32) continue;
-    sum = sums[threadIdx.x & (WARPS - 1)];
-#pragma unroll
-    for (int step = WARPS / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(ALL, sum, step);
-    if (threadIdx.x == 0) guests.factors[token] = sigmoid(sum);
+// Tokens first to first + count - 1 of the expert that every token takes. weight, in shared memory
+// as `parts` [token of `room`][chunk] are, or null: factors are sigmoid(x . weight).
+template <class Seat>
+struct Everybody : Seated {
+  Seat seat;
+  const float* weight;
+  float *parts, *factors;
+  int count, chunks;
+
+  __device__ __forceinline__ void arrive() const {
+    grid_wait();
+    grid_launch();
+    seat();
   }
-}
+  template <class Cut>
+  __device__ __forceinline__ void see(int token, int chunk, const Cut& cut, const Held& x) const {
+    if (weight == nullptr) return;
+    const int lane = threadIdx.x & 31;
+    const Held w = cut.load(weight, chunk, lane);
+    const float a = fmaf(x.a.x, w.a.x, x.a.y * w.a.y) + fmaf(x.a.z, w.a.z, x.a.w * w.a.w);
+    const float b = fmaf(x.b.x, w.b.x, x.b.y * w.b.y) + fmaf(x.b.z, w.b.z, x.b.w * w.b.w);
+    const float sum = warp_join(a + b, Add());
+    if (lane == 0) parts[token * chunks + chunk] = sum;
+  }
+  __device__ __forceinline__ void meet() const {
+    if (weight == nullptr || threadIdx.x >= count) return;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = 0; i < chunks; ++i) sum += parts[threadIdx.x * chunks + i];
+    factors[threadIdx.x] = sigmoid(sum);
+  }
+};
 
 // What a block makes: units of 16 rows, `first` and those behind it, of a gate and its up with
 // `rows` rows of k columns, for up to `room` tokens. Their tiles are a gate's and its up's in turn.
@@ -58,18 +58,18 @@ struct Units {
         count(max(0, min(most, (rows + 15) / 16 - first))),
         rows(rows), k(k), room(room) {}
 
-  // silu(gate x) * up x. arrive: as of Strip.
-  template <class Format, class Arrive>
-  __device__ __forceinline__ void make(std::uint8_t* memory, int tokens, const Guests& guests,
-                                       Arrive arrive) const {
+  // silu(gate x) * up x. source, is_early: as of Strip.
+  template <class Format, class From>
+  __device__ __forceinline__ void make(std::uint8_t* memory, int tokens, From source,
+                                       const Guests& guests, bool is_early) const {
     const Strip<Format> strip{2 * count, k, min(15, rows - 1), room, memory};
     const Sums sums = strip.multiply(
         tokens,
         [&](int t) {
           const long long row = first_row_of(16 * (first + t / 2), rows);
-          return (t & 1 ? from.up : from.gate) + row * row_bytes_of<Format>(k);
+          return (t & 1 ? from.up : from.gate) + row * Chunks<Format>{k}.row_bytes();
         },
-        [&](int token) { return guests.from[token]; }, arrive);
+        source, is_early);
     if (tokens <= 0) return;
     // A warp has a token of a unit, half of its lanes the gate's rows, the others those of up.
     const int warp = own_warp(), lane = threadIdx.x & 31;
@@ -99,53 +99,50 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ Guests guests;
-  const int pairs = tokens * used, y = blockIdx.y, begin = (y - pairs) * room;
-  const bool is_other = !IS_ALONE && y >= pairs;
-  Units all(units, is_other ? other_rows : rows, k, room);
-  std::uint8_t* memory = shared;
-  Columns* places = reinterpret_cast<Columns*>(shared);
-  int local = 0;
-  if (is_other) {
-    if (other_weight != nullptr)
-#pragma unroll 1
-      for (int i = 32 * threadIdx.x; i < k; i += 32 * 32 * WARPS) prefetch(other_weight + i);
-  } else {
-    // Of all experts that are here, gate and up.
-#pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += 32 * WARPS)
-      places[i] = {table[i].matrices[GATE], table[i].matrices[UP]};
-    memory += whole(16 * count);
-    grid_wait();
-    grid_launch();
-    local = chosen[y] - first;
-    __syncthreads();
-  }
-  // No branch depends on what was chosen, so that what comes before the first copy of weights is
-  // worked out while that is on its way.
-  const bool is_here = is_other || static_cast<unsigned>(local) < count;
-  if (!is_here) all.count = 0;
-  all.from = places[is_here ? local : 0];
-  if (is_other) all.from = {other_gate, other_up};
-  // By a thread for each of `own` tokens; row: that it is written to.
-  const auto seat = [&](int own, unsigned token, unsigned row, float* out) {
+  const int pairs = tokens * used, y = blockIdx.y;
+  // For each of `own` tokens, by a thread; row: that it is written to.
+  const auto seat = [&](int own, unsigned token, unsigned row, float* to, int width) {
     __syncthreads();  // what is in shared memory has been read
     if (threadIdx.x < own) {
       guests.from[threadIdx.x] = x + static_cast<long long>(token) * k;
-      guests.to[threadIdx.x] = out + static_cast<long long>(row) * all.rows;
+      guests.to[threadIdx.x] = to + static_cast<long long>(row) * width;
       guests.factors[threadIdx.x] = 1.0f;
     }
     __syncthreads();
   };
-  if (is_other) {
+  if (!IS_ALONE && y >= pairs) {
+    const int begin = (y - pairs) * room, chunks = Chunks<O>{k}.count();
+    Units all(units, other_rows, k, room);
+    all.from = {other_gate, other_up};
     const int own = all.count > 0 ? min(room, tokens - begin) : 0;
-    all.make<O>(memory, own, guests, [&] {
-      grid_wait();
-      grid_launch();
-      seat(own, begin + threadIdx.x, begin + threadIdx.x, other_out);
-      if (other_weight != nullptr) gate_tokens(other_weight, k, own, guests);
-    });
+    float* weight = other_weight == nullptr ? nullptr : reinterpret_cast<float*>(shared);
+    if (weight != nullptr)
+#pragma unroll 4
+      for (int i = threadIdx.x; i < k; i += 32 * WARPS) weight[i] = other_weight[i];
+    float* parts = reinterpret_cast<float*>(shared + whole(4 * k));
+    const auto seats = [&] {
+      seat(own, begin + threadIdx.x, begin + threadIdx.x, other_out, other_rows);
+    };
+    const Everybody<decltype(seats)> source{{guests}, seats, weight, parts,
+                                            guests.factors, own, chunks};
+    all.make<O>(shared + whole(4 * k) + whole(4 * room * chunks), own, source, guests, true);
     return;
   }
+  Units all(units, rows, k, room);
+  // Of all experts that are here, gate and up.
+  Columns* places = reinterpret_cast<Columns*>(shared);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += 32 * WARPS)
+    places[i] = {table[i].matrices[GATE], table[i].matrices[UP]};
+  grid_wait();
+  grid_launch();
+  const int local = chosen[y] - first;
+  __syncthreads();
+  // No branch depends on what was chosen, so that what comes before the first copy of weights is
+  // worked out while that is on its way.
+  const bool is_here = static_cast<unsigned>(local) < count;
+  if (!is_here) all.count = 0;
+  all.from = places[is_here ? local : 0];
 #pragma unroll 1
   for (int turn = 0, left = room + 1; left > room; turn += room) {
     int mine = y;
@@ -155,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
       if (left <= 0) return;
     }
     const int own = all.count > 0 ? min(room, left) : 0;
-    all.make<F>(memory, own, guests,
-                [&] { seat(own, mine / static_cast<unsigned>(used), mine, out); });
+    seat(own, mine / static_cast<unsigned>(used), mine, out, rows);
+    all.make<F>(shared + whole(16 * count), own, Seated{guests}, guests, false);
   }
 #endif
 }

@@ -28,7 +28,7 @@ using AllHalves = Shown<Halves>;
 struct Words {
   unsigned x[6];
 };
-template <int K>
+template <int K, class Weight = std::uint8_t>
 void product_of_bytes(int (&c)[4], Words registers) {
   const auto all = show(registers);
   const int own = lane();
@@ -37,7 +37,7 @@ void product_of_bytes(int (&c)[4], Words registers) {
     for (int k = 0; k < K; ++k) {
       const unsigned a = all[4 * (row % 8) + k % 16 / 4].x[row / 8 + 2 * (k / 16)];
       const unsigned b = all[4 * n + k % 16 / 4].x[K / 8 + k / 16];
-      c[e] += static_cast<int>(a >> 8 * (k % 4) & 255) *
+      c[e] += static_cast<Weight>(a >> 8 * (k % 4) & 255) *
               static_cast<std::int8_t>(b >> 8 * (k % 4) & 255);
     }
   }
@@ -108,7 +108,7 @@ inline void mma_884_rows(float (&c)[8], unsigned a0, unsigned a1, unsigned b0, u
   });
 }
 
-// m16n8k32 of bytes, A unsigned, B signed: A row r, column k: lane 4 (r % 8) + k % 16 / 4, register
+// m16n8k32 of bytes, A unsigned (or signed), B signed: A row r, column k: lane 4 (r % 8) + k % 16 / 4, register
 // r / 8 + 2 (k / 16), byte k % 4; B column n: lane 4 n + k % 16 / 4, register k / 16. m16n8k16: as
 // its first half. C as that of halves.
 inline void mma_bytes_32(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
@@ -117,6 +117,11 @@ inline void mma_bytes_32(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, uns
 }
 inline void mma_bytes_16(int (&c)[4], unsigned a0, unsigned a1, unsigned b0) {
   emulation::product_of_bytes<16>(c, {{a0, a1, b0}});
+}
+
+inline void mma_signed_32(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                          unsigned b0, unsigned b1) {
+  emulation::product_of_bytes<32, std::int8_t>(c, {{a0, a1, a2, a3, b0, b1}});
 }
 
 // ldmatrix: lanes 8 m to 8 m + 7 give the rows of matrix m; lane l gets of it row l / 4, columns
