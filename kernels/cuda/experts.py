@@ -100,7 +100,7 @@ def route(
         arrays = x[start:], router, tickets, chosen[start:], weights[start:], counts
         sizes = experts, used, count, max(0, generated - start), columns, int(is_rounded)
         ops.kernel(ROUTE[router.type_name, held])(
-            (_groups(experts, ROUTED), _groups(count, 8)),
+            (_groups(experts, ROUTED) + 1, _groups(count, 8)),
             256,
             (*(each.ptr for each in arrays), *map(np.int32, sizes)),
             shared=_choice_bytes(held) << (min(count, 8) - 1).bit_length(),

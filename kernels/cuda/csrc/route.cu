@@ -138,9 +138,9 @@ __device__ __forceinline__ void rank_members(Choice& own, unsigned used, Crew cr
 }
 
 // When keys are there; the block calls as above. Weights are shares of the chosen ones, so that the
-// others' sum cancels. They are added by rank.
+// others' sum cancels. They are added by rank. is_now: else nothing is written.
 __device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights, u64* counts,
-                                       unsigned used, Crew crew) {
+                                       unsigned used, Crew crew, bool is_now) {
   __syncthreads();
   rank_groups(own, used, crew);
   rank_members(own, used, crew);
@@ -152,7 +152,7 @@ __device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights,
   float all = 0.0f;
 #pragma unroll 4
   for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, value, rank);
-  if (crew.mine >= used) return;
+  if (crew.mine >= used || !is_now) return;
   chosen[crew.mine] = static_cast<int>(expert);
   weights[crew.mine] = value / all;
   atomicAdd(counts + expert, static_cast<u64>(1));
@@ -210,20 +210,13 @@ __device__ __forceinline__ float join_four(const float (&sum)[PER_BLOCK], int la
   return all;
 }
 
-// grid: (experts / PER_BLOCK, tokens / 8), 256 threads, which share each row's columns; the last
-// block of these tokens chooses. What it waits for is a key itself, so there is neither a fence nor
-// a ticket; blocks start in order, so the others have started. router: [experts][k], of -D KIND; k
-// is a multiple of 4. inbox: [tokens][experts], zeros between two launches; counts: [2][experts],
-// of prompts' tokens and of the first `generated` ones. Shared: Choice of each token of a block,
-// which are 1, 2, 4 or 8.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-route(const float* x, const void* router, unsigned* inbox, int* chosen, float* weights, u64* counts,
-      int experts, int used, int tokens, int generated, int k, int is_rounded) {
-  extern __shared__ __align__(128) std::uint8_t shared[];
+// The logits of a block's experts, for up to eight tokens from `first` on.
+__device__ __forceinline__ void put_logits(const float* x, const void* router, unsigned* inbox,
+                                           int first, int count, int experts, int k,
+                                           int is_rounded) {
   __shared__ float parts[8][PER_BLOCK][THREADS / 32];
-  grid_launch();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * PER_BLOCK;
-  const int first = blockIdx.y * 8, count = min(8, tokens - first), fours = k >> 2;
+  const int fours = k >> 2;
 #pragma unroll 1
   for (int start = 0; start < fours; start += THREADS * SLOTS) {
     float4 w[PER_BLOCK][SLOTS], v[SLOTS];
@@ -277,17 +270,39 @@ route(const float* x, const void* router, unsigned* inbox, int* chosen, float* w
     if (expert + e < experts)
       leave(inbox + static_cast<long long>(first + t) * experts + expert + e, key_of(all));
   }
-  if (blockIdx.x + 1 < gridDim.x) return;
-  __syncthreads();  // nobody looks before this block has written: the emulation needs that
+}
+
+// grid: (experts / PER_BLOCK + 1, tokens / 8), 256 threads, which share each row's columns; the last
+// block of these tokens chooses. What it waits for is a key itself, so there is neither a fence nor
+// a ticket; blocks start in order, so the others have started. It chooses among nothing first, so
+// that its code is there when keys are. router: [experts][k], of -D KIND; k is a multiple of 4.
+// inbox: [tokens][experts], zeros between two launches; counts: [2][experts], of prompts' tokens
+// and of the first `generated` ones. Shared: Choice of each token of a block, which are 1, 2, 4, 8.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+route(const float* x, const void* router, unsigned* inbox, int* chosen, float* weights, u64* counts,
+      int experts, int used, int tokens, int generated, int k, int is_rounded) {
+  extern __shared__ __align__(128) std::uint8_t shared[];
+  grid_launch();
+  const int first = blockIdx.y * 8, count = min(8, tokens - first);
+  if (blockIdx.x + 1 < gridDim.x) {
+    put_logits(x, router, inbox, first, count, experts, k, is_rounded);
+    return;
+  }
   const unsigned bits = count == 1 ? 8 : count == 2 ? 7 : count <= 4 ? 6 : 5;
   const Crew crew{threadIdx.x & ((1u << bits) - 1), bits};
   const int place = threadIdx.x >> bits;
   const long long token = first + place;
   const bool is_there = place < count;
   Choice& own = reinterpret_cast<Choice*>(shared)[place];
-  if (is_there) collect(inbox + token * experts, own.keys, experts, crew);
-  choose(own, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), is_there ? used : 0, crew);
+#pragma unroll 1
+  for (bool is_now = false, is_done = false; !is_done; is_done = is_now, is_now = true) {
+    if (is_now) {
+      grid_wait();
+      if (is_there) collect(inbox + token * experts, own.keys, experts, crew);
+    }
+    choose(own, chosen + token * used, weights + token * used,
+           counts + (token < generated ? experts : 0), is_there ? used : 0, crew, is_now);
+  }
 }
 
 // grid: (experts / 128, tokens / 16), 128 threads: logits of prompts' rows. A warp has four tokens,
@@ -374,7 +389,7 @@ choose_experts(const float* logits, int* chosen, float* weights, u64* counts, in
     own.keys[e] = e < experts ? key_of(from[e]) : 0;
   }
   choose(own, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), is_there ? used : 0, Crew{lane, 5});
+         counts + (token < generated ? experts : 0), is_there ? used : 0, Crew{lane, 5}, true);
 }
 
 // grid: (rows), 256 threads. y [rows][n] *= sigmoid(x [rows][k] . weight [k])
