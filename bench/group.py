@@ -28,6 +28,7 @@ from uuid import uuid4
 import numpy as np
 from voltapile.kernels.cuda import group as collectives
 from voltapile.kernels.cuda.ops import CudaOps
+from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
 from voltapile.workers.group import BoardGroup, meet
@@ -137,7 +138,7 @@ def norms(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str
         def apart(p: Any = part, s: Any = shape, x: Any = x, w: Any = weight) -> None:
             ops.all_reduce(p, s, x)
             ops._catch_up()
-            ops.rms_norm(x, w, 1e-6)
+            rms_norm(ops, x, w, 1e-6)  # not late: a launch of its own
 
         links.norms = True
         one, two = microseconds(ops, both, calls), microseconds(ops, apart, calls)
