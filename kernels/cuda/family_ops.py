@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cuda import plain, sparse
 from voltapile.kernels.cuda.device import Pinned
+from voltapile.kernels.cuda.expert_table import ExpertTable
 from voltapile.kernels.cuda.experts import TICKETS
 from voltapile.kernels.cuda.families import CudaFamilies
 from voltapile.kernels.cuda.file_table import NUMBER, ROWS, Checked, FileTable, Stage
@@ -15,6 +16,7 @@ from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
 from voltapile.kernels.cuda.ops import SLACK, CudaOps
 from voltapile.kernels.cuda.states import Porter
+from voltapile.kernels.families import SharedExpert
 from voltapile.kernels.ops import Arrival, Weight
 from voltapile.shm.formats import row_bytes
 
@@ -70,6 +72,17 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
     def rows_alone(self, x: DeviceArray) -> int | None:
         policy = self._policy_for(x)
         return None if policy.way(len(x) - policy.generated) == "rows" else policy.generated
+
+    def experts(
+        self,
+        x: DeviceArray,
+        routing: tuple[DeviceArray, DeviceArray],
+        table: ExpertTable,
+        add_to: DeviceArray | None = None,
+        shared: SharedExpert | None = None,
+    ) -> DeviceArray:
+        self._changes(add_to)
+        return super().experts(x, routing, table, add_to, shared)
 
     def linears(
         self, x: DeviceArray, weights: Sequence[Weight], biases: Sequence[Weight | None]

@@ -4,7 +4,8 @@
 // A tile is 16 rows of weights; a gate and its up are two tiles of one unit. A block has TEAMS
 // teams of WARPS warps, and each takes every n-th unit of its format's; its warps share the columns
 // as in matmul_rows.cu and sums are made in the same order, so bits are the same. Tokens are staged
-// once, for all columns; before they are read, the ring is already being filled (grid.cuh).
+// once, for all columns, and may be normed by that; before they are read, the ring is already being
+// filled (grid.cuh).
 // -D: FORMAT; OTHER, of the matrices whose bit in `others` is set, which blocks from first_other on
 // take; DEPTH; TEAMS; WARPS; THREADS that a multiprocessor's registers shall suffice for, more than
 // a block has, so that blocks of the next kernels find room beside it; TILES 1 and MANY 0.
@@ -211,9 +212,9 @@ struct Norm {
   }
 };
 
-// All tokens' columns, to `memory`. Each token's part of a chunk is an item, and lies behind the one
-// before it; a warp takes every STEP-th, and SEVERAL are on their way at a time. To be normed, items
-// are read twice, unless SEVERAL are all: what is added up has the order of norm_row.cuh.
+// All tokens' columns, to `memory`. Each token's part of a chunk is an item, and lies behind the
+// one before it; a warp takes every STEP-th, and SEVERAL are on their way at a time. To be normed,
+// items are read twice, unless SEVERAL are all: they are added up in the order of norm_row.cuh.
 template <class F>
 __device__ __forceinline__ void stage_blocks(const Product& all, const Norm& norm,
                                              std::uint8_t* memory, int first, int lane) {

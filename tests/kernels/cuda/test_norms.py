@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import clusters, matmul, norms, rows, stream
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
+from voltapile.workers.protocol import Row
 
 from ..test_matmul import activations, random_raw
 from .emulation import EmulatedOps, has_compiler
 from .test_fragments import ops_of
+from .test_scratch import engine_of, gpu
+
+__all__ = ["gpu"]  # a fixture
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 EPS = 1e-6
@@ -157,3 +163,23 @@ def test_rows_that_have_changed_are_not_normed(ops: EmulatedOps) -> None:
     other = late.norm(ops, x, gain, EPS)
     late.forget()
     assert other.ptr
+
+
+@pytest.mark.parametrize(("model", "launched"), [("qwen3-8b-q4km", 0), ("qwen3-30b-a3b-q4km", 48)])
+def test_norms_that_a_step_launches(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, model: str, launched: int
+) -> None:
+    """Those before experts, which cannot norm what they read. On an sm_80 that is not there."""
+    device = importlib.import_module("voltapile.kernels.cuda.device").Device
+    arch = property(lambda self: stream.ARCH, lambda self, value: None)
+    monkeypatch.setattr(device, "arch", arch, raising=False)
+    engine, shapes, launch = engine_of(model, 1, "", 4), [], rows.rms_norm
+
+    def watched(ops: Any, x: DeviceArray, *rest: Any, **named: Any) -> DeviceArray:
+        shapes.append(x.shape)
+        return launch(ops, x, *rest, **named)
+
+    monkeypatch.setattr(rows, "rms_norm", watched)
+    engine.ops.reset_scratch()
+    engine._forward(engine.buffer.fill([Row(slot=0, sample=True)]))
+    assert len(shapes) == launched
