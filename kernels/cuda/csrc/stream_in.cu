@@ -3,7 +3,8 @@
 // Both add to the streams what the layer's half before computed; stream_up keeps the sum.
 //
 // All in float32; a sum's order knows its matrix alone, so that a row's bits depend on no company.
-// Code is kept short where it runs once: a layer's kernels push each other's out of caches.
+// Code is kept short where it runs once: a layer's kernels push each other's out of caches. It runs
+// once in vain while the kernel before ends, so that it is there when streams are.
 // -D FORMAT of the three matrices; ROWS of a block of stream_down; TOKENS of a block.
 #include "attention_copies.cuh"
 #include "grid.cuh"
@@ -103,7 +104,8 @@ using namespace voltapile;
 // grid: (rows of both matrices / ROWS * S, tokens / TOKENS), width / 8 threads, eight columns each.
 // parts: [tokens][S][low + injects]: a stream's part of each row's product; factors: [tokens][S],
 // what its norm multiplies by.
-extern "C" __global__ void __launch_bounds__(512, 1)
+// The bounds leave registers to the kernels beside it.
+extern "C" __global__ void __launch_bounds__(TOKENS == 1 ? 768 : 512, 1)
 stream_down(const float* x, const float* inject_before, const float* y_before, const float* norm,
             const std::uint8_t* down, const std::uint8_t* inject, float* parts, float* factors,
             int tokens, int width, int low, int injects, float eps) {
@@ -126,21 +128,25 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
   eight_of(norm + at, weight);
 #pragma unroll
   for (int i = 0; i < EIGHT; ++i) weight[i] = is_in ? weight[i] : 0.0f;
-  grid_wait();
   const int first_token = blockIdx.y * TOKENS;
-  for (int begin = first_token; begin < min(tokens, first_token + TOKENS); begin += PASS) {
-    const int here = min(PASS, tokens - begin);
+  const int end = TOKENS == 1 ? first_token + 1 : min(tokens, first_token + TOKENS);
+#pragma unroll 1
+  for (int begin = first_token - PASS; begin < end; begin += PASS) {
+    const bool is_now = begin >= first_token;  // else the norm's weights stand for tokens
+    if (begin == first_token) grid_wait();
+    const int here = PASS == 1 ? 1 : min(PASS, end - begin);
     float own[PASS][EIGHT], squares[PASS];
 #pragma unroll
     for (int t = 0; t < PASS; ++t) {
       squares[t] = 0.0f;
       if (t >= here) continue;
       const int token = begin + t;
-      eight_of(x + static_cast<long long>(token) * STREAMS * width + at, own[t]);
+      eight_of((is_now ? x + static_cast<long long>(token) * STREAMS * width : norm) + at, own[t]);
       if (y_before != nullptr) {
         float added[EIGHT];
-        eight_of(y_before + token * width + (at - stream * width), added);
-        const float share = share_of(inject_before[token * STREAMS + stream], STREAMS);
+        eight_of((is_now ? y_before + token * width : norm) + (at - stream * width), added);
+        const float* inject = is_now ? inject_before + token * STREAMS : norm;
+        const float share = share_of(inject[stream], STREAMS);
 #pragma unroll
         for (int i = 0; i < EIGHT; ++i) own[t][i] = fmaf(share, added[i], own[t][i]);
       }
@@ -185,9 +191,9 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
           if (w + n < warps) square += sums[i][w + n][ROWS], sum += sums[i][w + n][r];
       const float factor = 1.0f / sqrtf(square / width + eps);
       const int place = (begin + i) * STREAMS + stream;
-      if (r < ROWS && first + r < all)
+      if (is_now && r < ROWS && first + r < all)
         parts[static_cast<long long>(place) * all + first + r] = sum * factor;
-      if (first == 0 && r == ROWS) factors[place] = factor;
+      if (is_now && first == 0 && r == ROWS) factors[place] = factor;
     }
   }
 }
