@@ -11,6 +11,8 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+from voltapile.kernels.cuda import group
+from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
 from voltapile.workers.group import meet
@@ -49,9 +51,9 @@ def joined(
 
     def join(rank: int) -> None:
         board.join(rank)
-        group = meet(name, board, rank, seconds, 60.0, islands)
-        group.faults = faults
-        all_ops[rank].join(group)
+        met = meet(name, board, rank, seconds, 60.0, islands)
+        met.faults = faults
+        all_ops[rank].join(met)
 
     try:
         in_threads(len(all_ops), join)
@@ -138,6 +140,47 @@ def test_sums(ranks: list[Any], request: pytest.FixtureRequest) -> None:
         for i in range(len(shapes)):
             expected = total_of(parts[i], has_islands) + np.float32(0)
             assert ops.to_host(sums[rank][i]).tobytes() == expected.tobytes(), (rank, shapes[i])
+
+
+@pytest.mark.gpu
+def test_sums_with_their_norms(ranks: list[Any]) -> None:
+    """The bits of a sum and of a norm after it, replay after replay."""
+    shapes = [(1, 2048), (3, 4096), (6, 5120)]
+    links = ranks[0]._links
+    if links.islands > 1:
+        pytest.skip("islands sum in two steps")
+    assert all(group.can_norm(links, shape) for shape in shapes)
+    rng, count = np.random.default_rng(3), 200
+    parts = [parts_of(seed, *shape) for seed, shape in enumerate(shapes)]
+    mine = [[put(ops, each[rank]) for each in parts] for rank, ops in enumerate(ranks)]
+    weights = [rng.standard_normal(n).astype(np.float32) for _, n in shapes]
+    vectors = [[ops.weight(each.view(np.uint8), "F32", each.shape) for each in weights]
+               for ops in ranks]  # fmt: skip
+    found = [[[put(ops, np.zeros(shape, np.float32)) for shape in shapes] for _ in range(4)]
+             for ops in ranks]  # fmt: skip
+
+    def step(rank: int, ops: Any) -> None:
+        sums, outs, apart, normed = found[rank]
+        for i, (part, vector) in enumerate(zip(mine[rank], vectors[rank], strict=True)):
+            group.all_reduce_norm(ops, ops._links, part, sums[i], vector, 1e-6, outs[i])
+            group.all_reduce(ops, ops._links, part, apart[i], True)
+            rms_norm(ops, apart[i], vector, 1e-6, out=normed[i])
+
+    graphs = record(ranks, step)
+    for i in range(count):
+        for rank in rng.permutation(RANKS):
+            graphs[rank].replay()
+        if i % 16 == 15:
+            for ops in ranks:
+                ops.synchronize()
+    told = []
+    for rank, ops in enumerate(ranks):
+        ops.synchronize()
+        sums, outs, apart, normed = ([ops.to_host(x) for x in each] for each in found[rank])
+        for one, other in zip([*sums, *outs], [*apart, *normed], strict=True):
+            assert one.tobytes() == other.tobytes(), rank
+        told.append(b"".join(each.tobytes() for each in [*sums, *outs]))
+    assert set(told) == {told[0]}
 
 
 @pytest.mark.gpu
