@@ -218,58 +218,65 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
   // What this thread joins in the end, asked for early: one column of one token.
   const bool joins = static_cast<int>(threadIdx.x) < here * own;
   const Place mine(joins ? threadIdx.x : 0, own);
-  const int column = first + mine.i, token = begin + mine.t;
-  float* streams = x + static_cast<long long>(token) * STREAMS * width + column;
-  float value[STREAMS], weight[STREAMS], share[STREAMS];
+  const int column = first + mine.i, token = begin + mine.t, pieces = (low + PART - 1) / PART;
+  float weight[STREAMS];
 #pragma unroll
   for (int s = 0; s < STREAMS; ++s) weight[s] = norm[s * width + column];
-  grid_wait();
-  const float added = y_before != nullptr ? y_before[token * width + column] : 0.0f;
-#pragma unroll
-  for (int s = 0; s < STREAMS; ++s) {
-    value[s] = streams[s * width];
-    share[s] = y_before != nullptr ? inject_before[token * STREAMS + s] : 0.0f;
-    weight[s] *= factors[token * STREAMS + s];
-  }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < here * low; i += blockDim.x) {
-    const Place place(i, low);
-    const float sum = scale * sum_of_streams(parts, begin + place.t, all, place.i);
-    lows[i] = sum * sigmoid(sum);
-  }
-  if (blockIdx.x == 0)
-#pragma unroll 1
-    for (int i = threadIdx.x; i < here * injects; i += blockDim.x) {
-      const Place place(i, injects);
-      injected[begin * injects + i] = sum_of_streams(parts, begin + place.t, all, low + place.i);
-    }
-  if (y_before != nullptr) {
+  for (bool is_now = false, is_done = false; !is_done; is_done = is_now, is_now = true) {
+    if (is_now) grid_wait();  // before that the norm's weights stand for all
+    float* streams = x + static_cast<long long>(token) * STREAMS * width + column;
+    const float* from = is_now ? streams : norm + column;
+    const float* shares = is_now ? inject_before + token * STREAMS : norm;
+    const float* norms = is_now ? factors + token * STREAMS : norm;
+    float added = 0.0f, value[STREAMS], share[STREAMS], factor[STREAMS];
+    if (y_before != nullptr) added = *(is_now ? y_before + token * width + column : from);
 #pragma unroll
     for (int s = 0; s < STREAMS; ++s) {
-      value[s] = fmaf(share_of(share[s], STREAMS), added, value[s]);
-      if (joins) streams[s * width] = value[s];
+      value[s] = from[s * width];
+      share[s] = y_before != nullptr ? shares[s] : 0.0f;
+      factor[s] = norms[s];
     }
-  }
-  if constexpr (IS_STAGED) wait_for_copies<0>();
-  __syncthreads();
-  const int pieces = (low + PART - 1) / PART;
+    const float* sums = is_now ? parts + begin * STREAMS * all : norm;
+    const int apart = is_now ? all : 0;
 #pragma unroll 1
-  for (int item = threadIdx.x; item < rows * pieces; item += blockDim.x) {
-    const int row = item % rows, piece = item / rows;
-    const std::uint8_t* from =
-        IS_STAGED ? shared + row * row_size
-                  : up + (static_cast<long long>(row / own) * width + first + row % own) * row_size;
-    multiply_part(from, lows, low, piece, here, gates + piece * TOKENS * rows + row, rows);
-  }
-  __syncthreads();
-  if (!joins) return;
-  float mean = 0.0f, gate[STREAMS] = {};
-  const float* own_gates = gates + mine.t * rows + mine.i;
+    for (int i = threadIdx.x; i < here * low; i += blockDim.x) {
+      const Place place(i, low);
+      const float sum = scale * sum_of_streams(sums, place.t, apart, is_now ? place.i : 0);
+      lows[i] = sum * sigmoid(sum);
+    }
+    if (blockIdx.x == 0 && is_now)
+#pragma unroll 1
+      for (int i = threadIdx.x; i < here * injects; i += blockDim.x) {
+        const Place place(i, injects);
+        injected[begin * injects + i] = sum_of_streams(sums, place.t, all, low + place.i);
+      }
+    if (y_before != nullptr) {
+#pragma unroll
+      for (int s = 0; s < STREAMS; ++s) {
+        value[s] = fmaf(share_of(share[s], STREAMS), added, value[s]);
+        if (joins && is_now) streams[s * width] = value[s];
+      }
+    }
+    if constexpr (IS_STAGED) wait_for_copies<0>();
+    __syncthreads();
+#pragma unroll 1
+    for (int item = threadIdx.x; item < rows * pieces; item += blockDim.x) {
+      const int row = item % rows, piece = item / rows;
+      const long long there = static_cast<long long>(row / own) * width + first + row % own;
+      const std::uint8_t* in = IS_STAGED ? shared + row * row_size : up + there * row_size;
+      multiply_part(in, lows, low, piece, here, gates + piece * TOKENS * rows + row, rows);
+    }
+    __syncthreads();
+    float mean = 0.0f, gate[STREAMS] = {};
+    const float* own_gates = gates + mine.t * rows + mine.i;
 #pragma unroll 2
-  for (int piece = 0; piece < pieces; ++piece, own_gates += TOKENS * rows)
+    for (int piece = 0; piece < pieces; ++piece, own_gates += TOKENS * rows)
 #pragma unroll
-    for (int s = 0; s < STREAMS; ++s) gate[s] += own_gates[s * own];
+      for (int s = 0; s < STREAMS; ++s) gate[s] += own_gates[s * own];
 #pragma unroll
-  for (int s = 0; s < STREAMS; ++s) mean += value[s] * weight[s] * sigmoid(gate[s]);
-  out[token * width + column] = mean / STREAMS;
+    for (int s = 0; s < STREAMS; ++s)
+      mean += value[s] * (weight[s] * factor[s]) * sigmoid(gate[s]);
+    if (joins && is_now) out[token * width + column] = mean / STREAMS;
+  }
 }
