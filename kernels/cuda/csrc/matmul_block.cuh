@@ -24,6 +24,22 @@ __device__ __forceinline__ unsigned half_fma(unsigned a, unsigned b, unsigned c)
 }
 #endif
 
+#if VP_ARCH >= 800
+// c += a b over 32 columns: what MASK leaves of a's bytes times signed ones.
+template <unsigned MASK>
+__device__ __forceinline__ void mma_codes(int (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                          unsigned b1) {
+#ifdef VP_EMULATION
+  mma_bytes_32(c, a[0] & MASK, a[1] & MASK, a[2] & MASK, a[3] & MASK, b0, b1);
+#else
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0] & MASK), "r"(a[1] & MASK), "r"(a[2] & MASK), "r"(a[3] & MASK), "r"(b0), "r"(b1));
+#endif
+}
+#endif
+
 constexpr unsigned SHIFT_OF_PAIRS = 0xe480e480;  // -1152 twice: 1024 + 128
 
 // Words of shared memory that begin at a multiple of two bytes, the same one for a whole chunk.
@@ -82,6 +98,9 @@ struct Block<formats::Q4_K> {
                                                   const int (&at)[Tile::ROWS],
                                                   const BlockTokens<F>& tokens, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
+#if VP_ARCH >= 800
+    if (tokens.is_alone()) return multiply_alone(memory, at, tokens.memory, tile, part);
+#endif
     Heads heads[Tile::ROWS];
 #pragma unroll
     for (int i = 0; i < Tile::ROWS; ++i)
@@ -157,6 +176,77 @@ struct Block<formats::Q4_K> {
       }
     }
   }
+
+#if VP_ARCH >= 800
+  // The same bits for a token that is alone, in fewer instructions: sums of groups are exact either
+  // way. Columns of the tensor core are groups, instead of tokens: a lane has the codes of one run,
+  // which are two groups, and column n is zero but in the lanes that have group n.
+  static __device__ __forceinline__ void multiply_alone(const std::uint8_t* memory,
+                                                        const int (&at)[Tile::ROWS],
+                                                        const std::uint8_t* token,
+                                                        const Tile& tile,
+                                                        float (&part)[PASSES][Tile::VALUES]) {
+    using T = BlockTokens<F>;
+    // Sums go from a lane to the next, run by run: lane 0 has the last.
+    const int p = tile.unit(0), n = tile.token(), run = (p + 3) & 3, turned = run & 1;
+    uint4 b[4];  // upper bytes, lower ones
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      b[i] = *reinterpret_cast<const uint4*>(
+          token + (n >> 1 == p ? 64 * (2 * run + (n & 1)) + 16 * i : T::ZEROS));
+    // Of both bytes; what is in the other group's column is nobody's.
+    int even[2][4] = {}, odd[2][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 codes[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        codes[i] = *reinterpret_cast<const uint4*>(memory + at[i] + 16 + 32 * run +
+                                                   16 * (half ^ turned));
+#pragma unroll
+      for (int k = 0; k < 4; k += 2) {
+        const unsigned a[4] = {word_of(codes[0], k), word_of(codes[1], k),
+                               word_of(codes[0], k + 1), word_of(codes[1], k + 1)};
+#pragma unroll
+        for (int byte = 0; byte < 2; ++byte) {
+          const uint4& own = b[2 * byte + half];
+          mma_codes<0x0f0f0f0f>(even[byte], a, word_of(own, k), word_of(own, k + 1));
+          mma_codes<0xf0f0f0f0>(odd[byte], a, word_of(own, k), word_of(own, k + 1));
+        }
+      }
+    }
+    Heads heads[2];
+    float sum[2] = {}, scale[2][2], of_group[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
+      const unsigned four = heads[i].scales(run >> 1);
+      scale[i][0] = scale_of(four, 2 * turned), scale[i][1] = scale_of(four, 2 * turned + 1);
+      of_group[i][0] = static_cast<float>(256 * even[0][2 * i] + even[1][2 * i]);
+      of_group[i][1] = static_cast<float>(256 * odd[0][2 * i + 1] + odd[1][2 * i + 1]);
+    }
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (step > 0) sum[i] = __shfl_sync(~0u, sum[i], (tile.lane & 28) | run);
+        sum[i] = fmaf(scale[i][0], of_group[i][0], sum[i]);
+        sum[i] = fmaf(scale[i][1], of_group[i][1], sum[i]);
+      }
+    const Unit least[2] = {heads[0].minima_of(p), heads[1].minima_of(p)};
+    const uint2 pair = T::sums(token, p);
+    const Unit sums{{pair.x, pair.y, 0, 0}};
+    float c[Tile::VALUES] = {};
+    Tile::multiply(c, least, &sums, 0);
+    const float factor = *reinterpret_cast<const float*>(token + T::SCALE);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 by = half_values(heads[i].v.x);
+      part[0][2 * i] = factor * fmaf(by.x * 0x1p-24f, sum[i], by.y * -64.0f * c[2 * i]);
+      part[0][2 * i + 1] = 0;
+    }
+  }
+#endif
 };
 
 // (q - 32) s as a half, rounded once; d and the rest of the powers of two come last.

@@ -32,10 +32,6 @@ struct DirectBlock {
   }
 };
 
-__device__ __forceinline__ unsigned word_of(const uint4& v, int k) {
-  return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w;
-}
-
 __device__ __forceinline__ void multiply_block(const DirectBlock& block,
                                                const DirectTokens& tokens, const Tile& tile,
                                                float (&total)[PASSES][Tile::VALUES]) {

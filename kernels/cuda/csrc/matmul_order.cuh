@@ -19,6 +19,10 @@ __device__ __forceinline__ Unit unit_at(const Unit* at) {
   return {{v.x, v.y, v.z, v.w}};
 }
 
+__device__ __forceinline__ unsigned word_of(const uint4& v, int k) {
+  return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w;
+}
+
 // Unit j (0..7) of lane p (0..3) is four columns from column(j, p) on and four from APART later.
 template <class F>
 struct Order {
@@ -58,16 +62,23 @@ struct Order<formats::Q8_0> {
 //   sums    [4]: of Q4_K pairs for groups 2 p and 2 p + 1, over 2^6, and what they leave times 2^11
 //   scale   what sums of products are multiplied by
 // Their size is an odd number of 64 bytes, so that lanes that read together meet distinct banks.
+// From sm_80 on tokens of Q4_K are whole numbers times 2^-24, so that sums of a group are exact on
+// whichever tensor core; and one that is alone (room 1) is kept as bytes instead of units:
+//   groups  [8][2] its upper bytes, its lower ones: 32, of which in every other pair of groups the
+//           second 16 come first
+//   zeros   16 behind the scale
 template <class F>
 struct BlockTokens {
   using O = Order<F>;
-  static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
+  static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544, ZEROS = 560;
+  static constexpr bool IS_EXACT = O::SUMS && IS_ASYNC;
   std::uint8_t* memory;
   int room;
 
   __device__ BlockTokens(std::uint8_t* memory, int room) : memory(memory), room(room) {}
 
   static __device__ constexpr int bytes(int room) { return PER_TOKEN * room; }
+  __device__ __forceinline__ bool is_alone() const { return IS_EXACT && PASSES == 1 && room == 1; }
   // A token's record, or another where there is none: its sums are nobody's.
   __device__ __forceinline__ std::uint8_t* record(int token) const {
     return memory + (token < room ? token : 0) * PER_TOKEN;
@@ -104,13 +115,17 @@ struct BlockTokens {
   }
   // The whole warp puts what it loaded to its place.
   __device__ __forceinline__ void put(int token, float4 a, float4 b, int lane) const {
-    const float2 scale = scales_for(largest_of_warp(fmaxf(largest_of(a), largest_of(b))));
+    const float largest = largest_of_warp(fmaxf(largest_of(a), largest_of(b)));
+    const float2 scale = IS_EXACT ? exact_scales_for(largest) : scales_for(largest);
     Unit unit;
     const float low = pack_four<O::NATURAL>(a, scale.x, unit.r, nullptr);
     const float high = pack_four<O::NATURAL>(b, scale.x, unit.r + 2, nullptr);
     std::uint8_t* own = memory + token * PER_TOKEN;
-    reinterpret_cast<uint4*>(own)[lane] = uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
     if constexpr (O::SUMS) put_sums(own, unit, low, high, lane);
+    if (is_alone())
+      put_bytes(own, unit, lane);
+    else
+      reinterpret_cast<uint4*>(own)[lane] = uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
     if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale.y;
   }
   __device__ __forceinline__ void stage(const float* x, int tokens, int k, int column,
@@ -135,8 +150,8 @@ struct BlockTokens {
 
  private:
 #if VP_ARCH >= 800
-  // On the tensor core: of the columns of group lane / 4, which are this lane's and its neighbours',
-  // a matrix of one number makes the sum. Lane p has those of groups 2 p and 2 p + 1.
+  // On the tensor core: a matrix of one number makes sums of the columns of group lane / 4, which
+  // are this lane's and its neighbours'. Lane p has those of groups 2 p and 2 p + 1.
   static __device__ __forceinline__ void put_sums(std::uint8_t* own, const Unit& unit, float, float,
                                                   int lane) {
     constexpr unsigned N = 0x24002400;  // 2^-6 twice
@@ -161,6 +176,26 @@ struct BlockTokens {
         kept_sums(low * 0x1p-6f, high * 0x1p-6f);
   }
 #endif
+  // Eight values of group lane / 4 as whole numbers of two bytes each.
+  static __device__ __forceinline__ void put_bytes(std::uint8_t* own, const Unit& unit, int lane) {
+    unsigned high[2], low[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 even = half_values(unit.r[2 * i]), odd = half_values(unit.r[2 * i + 1]);
+      const unsigned first = __byte_perm(whole(even.x), whole(odd.x), 0x5140);
+      const unsigned second = __byte_perm(whole(even.y), whole(odd.y), 0x5140);
+      low[i] = __byte_perm(first, second, 0x5410) ^ 0x80808080;
+      high[i] = __byte_perm(first, second, 0x7632);
+    }
+    std::uint8_t* at = own + 64 * (lane >> 2) + 8 * ((lane & 3) ^ (lane >> 2 & 2));
+    *reinterpret_cast<uint2*>(at) = uint2{high[0], high[1]};
+    *reinterpret_cast<uint2*>(at + 32) = uint2{low[0], low[1]};
+    if (lane == 0) *reinterpret_cast<uint4*>(own + ZEROS) = uint4{0, 0, 0, 0};
+  }
+  // Its second byte is the upper one, its first the lower one and 128.
+  static __device__ __forceinline__ unsigned whole(float x) {
+    return __float_as_uint(fmaf(x, 0x1p24f, 12582912.0f + 128.0f));
+  }
   // Two sums as halves, and what these leave times 2^11.
   static __device__ __forceinline__ uint2 kept_sums(float low, float high) {
     const unsigned pair = half_pair(low, high);

@@ -38,6 +38,14 @@ __device__ __forceinline__ float2 scales_for(float largest) {
           __uint_as_float(static_cast<unsigned>(e - 14) << 23)};
 }
 
+// The same for multiples of the least half, 2^-24, of 14 bits: 2^(-11 - e) and its inverse. Sums of
+// what is that small are exact. From 2^116 on there is no such inverse: it shows as not finite.
+__device__ __forceinline__ float2 exact_scales_for(float largest) {
+  const int e = max(static_cast<int>(__float_as_uint(largest) >> 23), 27);
+  return {__uint_as_float(static_cast<unsigned>(max(243 - e, 0)) << 23),
+          __uint_as_float(static_cast<unsigned>(e < 243 ? e + 11 : 255) << 23)};
+}
+
 // Four values to two registers, and the sum of what they became.
 template <bool NATURAL>
 __device__ __forceinline__ float pack_four(float4 v, float scale, unsigned* high, unsigned* low) {

@@ -117,6 +117,23 @@ def test_a_row_has_the_same_bits_in_any_company(arch: int, folder: Path) -> None
     np.testing.assert_array_equal(mixed[:5], alone[:5])
 
 
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e29])
+def test_a_token_that_is_alone_has_the_bits_of_one_in_company(size: float, folder: Path) -> None:
+    ops = ops_of(80, folder)
+    raw, x = random_raw("Q4_K", 48, 4352), activations(3, 4352)
+    x[1, 300] = 1e4  # an outlier
+    x[1, 512:768] = 0
+    x[2, 77] = np.inf
+    x *= np.float32(size)
+    weight = ops.weight(raw, "Q4_K", (48, 4352))
+    together = ops.to_host(matmul.linear(ops, ops.array(x), weight))
+    for row, got in zip(x[:, None], together, strict=True):
+        alone = ops.to_host(matmul.linear(ops, ops.array(row), weight))
+        np.testing.assert_array_equal(alone[0], got)
+    assert np.isfinite(together[:2]).all()
+    assert not np.isfinite(together[2]).any()
+
+
 @pytest.mark.parametrize("arch", [70])
 def test_a_block_takes_several_tiles(
     arch: int, folder: Path, monkeypatch: pytest.MonkeyPatch
