@@ -1,8 +1,8 @@
 // Root mean square norms over runs of n values, each with bits that depend on nothing beside it
-// (norm_row.cuh). Weights are there before the kernel
-// before this one has ended. -D HELD: float4 that a thread keeps; with few of them a block finds
-// room beside a product that still runs.
+// (norm_row.cuh). Weights are there before the kernel before this one has ended. -D HELD: float4
+// that a thread keeps; with few of them a block finds room beside a product that still runs.
 #include "grid.cuh"
+#include "half.cuh"
 #include "norm_row.cuh"
 
 namespace voltapile {
@@ -11,26 +11,13 @@ __device__ __forceinline__ void finish(float* out, int i, float value, int accum
   out[i] = accumulate ? out[i] + value : value;
 }
 
-// A run of any length, value by value.
-__device__ __forceinline__ void norm_singly(const float* x, const float* weight, float* out, int n,
-                                            float eps, int accumulate, float* scratch) {
-  float sum = 0.0f;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < n; i += blockDim.x) sum += x[i] * x[i];
-  sum = block_join(sum, scratch, Add());
-  const float norm = 1.0f / sqrtf(sum / n + eps);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < n; i += blockDim.x)
-    finish(out, i, x[i] * norm * weight[i], accumulate);
-}
-
 }  // namespace voltapile
 
 using namespace voltapile;
 
 // Of n values that are no multiple of 4.
-__device__ __noinline__ void norm_of_any(const float* x, const float* weight, float* out, int n,
-                                         float eps, int accumulate, float* scratch) {
+__device__ __forceinline__ void norm_of_any(const float* x, const float* weight, float* out, int n,
+                                            float eps, int accumulate, float* scratch) {
   float sum = 0.0f;
 #pragma unroll 1
   for (int i = threadIdx.x; i < n; i += blockDim.x) sum += x[i] * x[i];
@@ -42,45 +29,54 @@ __device__ __noinline__ void norm_of_any(const float* x, const float* weight, fl
 
 // grid: (runs); a block for each run of n values: with n a multiple of 4 no more than 4 HELD times
 // as many as there are threads. What is read from far away is asked for at once. The weights' own
-// norm comes first, while the kernel before this one ends: then code is there when x is.
+// norm comes first from sm_90 on, while the kernel before this one ends: then code is there when x
+// is. Bits are those of norm_row.cuh, as products make them that norm what they read.
 extern "C" __global__ void __launch_bounds__(1024)
 rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps, int accumulate) {
-  __shared__ float scratch[32];
+  __shared__ float scratch[2][64];
   grid_launch();
   x += static_cast<long long>(blockIdx.x) * n;
   out += static_cast<long long>(blockIdx.x) * n;
   if (n % 4 != 0) {
     grid_wait();
-    norm_of_any(x, weight, out, n, eps, accumulate, scratch);
+    norm_of_any(x, weight, out, n, eps, accumulate, scratch[0]);
     return;
   }
   const float4* x4 = reinterpret_cast<const float4*>(x);
   const float4* w4 = reinterpret_cast<const float4*>(weight);
   float4* out4 = reinterpret_cast<float4*>(out);
-  const int count = n / 4;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const int count = n / 4, runs = (n + RUN - 1) / RUN;
+  const int first = RUN / 4 * warp + 2 * lane, step = RUN / 4 * warps;  // in float4
+  const float inverse = 1.0f / n;
   float4 v[HELD], w[HELD];
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
-    const int at = i * blockDim.x + threadIdx.x;
+    const int at = first + i / 2 * step + i % 2;
     w[i] = at < count ? w4[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 #pragma unroll 1
-  for (bool is_now = false, is_done = false; !is_done; is_done = is_now, is_now = true) {
+  for (bool is_now = VP_ARCH < 900, has_run = false; !has_run; has_run = is_now, is_now = true) {
     if (is_now) grid_wait();
     const float4* from = is_now ? x4 : w4;
-    float sum = 0.0f;
+    float* sums = scratch[is_now];
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-      const int at = i * blockDim.x + threadIdx.x;
+      const int at = first + i / 2 * step + i % 2;
       v[i] = at < count ? from[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      sum += (v[i].x * v[i].x + v[i].y * v[i].y) + (v[i].z * v[i].z + v[i].w * v[i].w);
     }
-    const float norm = 1.0f / sqrtf(block_join(sum, scratch, Add()) / n + eps);
+#pragma unroll
+    for (int i = 0; i < HELD; i += 2) {
+      const float sum = warp_join(squares_of(v[i], v[i + 1]), Add());
+      const int run = warp + i / 2 * warps;
+      if (lane == 0 && run < runs) sums[run] = sum;
+    }
+    __syncthreads();
+    const float norm = norm_factor(sums, runs, inverse, eps, lane);
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-      const int at = i * blockDim.x + threadIdx.x;
-      float4 y = make_float4(v[i].x * norm * w[i].x, v[i].y * norm * w[i].y,
-                             v[i].z * norm * w[i].z, v[i].w * norm * w[i].w);
+      const int at = first + i / 2 * step + i % 2;
+      float4 y = scaled(scaled(v[i], w[i]), norm);
       if (!is_now || at >= count) continue;
       if (accumulate) {
         const float4 old = out4[at];

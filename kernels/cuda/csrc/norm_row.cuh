@@ -1,5 +1,5 @@
-// How a row's root mean square norm adds up, wherever it is made: norm.cu, group_norm.cu and the
-// products that norm what they read (matmul_norm.cuh) give the same bits.
+// How a row's root mean square norm adds up, wherever it is made: norm.cu, group_norm.cu,
+// matmul_staged.cu and matmul_stream.cu, which norms what it reads, give the same bits.
 //
 // Columns are cut to runs of 256; of a run, lane l has the eight from 8 l on. Multiply-adds are
 // written out, so that no compiler's choice changes a bit.
