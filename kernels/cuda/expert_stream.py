@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
+from voltapile.kernels.cuda.chunks import CHUNKS, MUCH, max_shared
 from voltapile.kernels.cuda.expert_groups import join
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
@@ -22,10 +22,10 @@ ARCH = 80  # from which on
 MOST_TOKENS = 4  # of a block
 # Bytes of a token's chunk in whole numbers: csrc/expert_tokens.cuh.
 SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 832, "Q5_1": 576, "Q8_0": 576}
-UP_WARPS, UP_DEPTH = 4, 4
+# So small that a block of expert_down_stream fits beside three of these: its weights come next.
+UP_WARPS, UP_DEPTH = 4, 3
 PARTS_WARPS, PARTS_DEPTH = 8, 2
-# Of a block of expert_down_stream; fewer, if there are two on a multiprocessor.
-DOWN_WARPS, DOWN_WARPS_OF_TWO = 24, 16
+DOWN_WARPS = 12  # of a block, most
 NAMED = 3072  # bytes of shared memory that sources name, most
 STRIP = 16  # tiles of 16 rows of a block of expert_parts
 FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
@@ -116,11 +116,17 @@ class Layer:
             _strip_bytes(name, columns, room, 2 * units, UP_WARPS, UP_DEPTH)
             for name in self.up_pair
         )
-        gate = _whole(4 * columns) + _whole(4 * room * _chunks(columns))
-        return max(_whole(16 * self.table.count) + routed, gate + other)
+        routed += _whole(16 * self.table.count)
+        if self.shared is None:
+            return routed
+        return max(routed, _whole(4 * columns) + _whole(4 * room * _chunks(columns)) + other)
 
     def down_items(self, used: int) -> int:
         return used * _chunks(self.table.down.shape[2]) + _chunks(self.shared_columns)
+
+    def down_warps(self, used: int) -> int:
+        items = self.down_items(used)
+        return _groups(items, _groups(items, DOWN_WARPS))  # each with as many items
 
     def down_bytes(self, used: int) -> int:
         own, other = self.down_pair
@@ -198,11 +204,10 @@ def _down(
     """Right behind expert_up_stream: the choice is there before that ends."""
     (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
     tokens, used = chosen.shape
-    numbers, blocks = (used, columns, rows, int(adds)), _groups(rows, 16)
-    most = DOWN_WARPS if blocks * tokens <= ops.multiprocessors else DOWN_WARPS_OF_TWO
+    numbers = used, columns, rows, int(adds)
     ops.kernel(DOWN[layer.down_pair, layer.is_alone])(
-        (blocks, tokens),
-        32 * min(most, layer.down_items(used)),
+        (_groups(rows, 16), tokens),
+        32 * layer.down_warps(used),
         (
             *(*layer.table.args, chosen.ptr, shares.ptr, inner[0].ptr, out.ptr),
             *(*map(np.int32, numbers), *layer.down_args(inner[1]), np.int32(layer.shared_columns)),
@@ -246,8 +251,9 @@ def _room(nbytes: Callable[[int], int], tokens: int, arch: int) -> int:
 def _strip_bytes(name: str, columns: int, room: int, tiles: int, warps: int, depth: int) -> int:
     """Of csrc/expert_strip.cuh: tokens, rings, sums."""
     chunks = _chunks(columns)
-    tokens = _whole(chunks * SLOTS[name] * room)
-    return tokens + warps * _whole(depth * CHUNKS[name].stage_bytes) + 64 * tiles * chunks * room
+    tokens, item = _whole(chunks * SLOTS[name] * room), CHUNKS[name].stage_bytes
+    places = min(2, depth) if item > MUCH else depth
+    return tokens + warps * _whole(places * item) + 64 * tiles * chunks * room
 
 
 def _rows_bytes(name: str, columns: int) -> int:

@@ -116,8 +116,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   };
   const std::uint8_t* other_row = other_down + static_cast<long long>(first_row) * other_tile.bytes;
 #pragma unroll 1
-  for (int row = warp; row < 16 * here.count; row += warps)
+  for (int row = warp; row < 16 * here.count; row += warps) {
     tiles.begin(shared + row / 16 * tile_bytes, row_of(row / 16), row % 16, lane);
+    commit_copies();
+    wait_for_copies<3>();  // four rows are on their way: what the kernel before asks for goes first
+  }
   if (others > 0)
 #pragma unroll 1
     for (int row = warp; row < 16; row += warps)

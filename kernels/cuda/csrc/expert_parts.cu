@@ -23,11 +23,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
                         long long row, const float* from, float* to) {
     __syncthreads();  // what is in shared memory has been read
     if (threadIdx.x < own) {
-      seats.from[threadIdx.x] = from + row * strip.k;
-      seats.to[threadIdx.x] = to + row * rows;
+      seats.from[threadIdx.x] = row * strip.k;
+      seats.to[threadIdx.x] = row * rows;
     }
     __syncthreads();
-    Seated source{seats};
+    Seated source{seats, from};
     const Sums sums = strip.multiply(
         own,
         [&](int t) {
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
     for (int i = threadIdx.x; i < 16 * tiles * own; i += 32 * WARPS) {
       const int tile = i / 16 / own, token = i / 16 - tile * own, meant = begin + 16 * tile;
       const int row = first_row_of(meant, rows) + i % 16;
-      if (row >= meant && row < rows) seats.to[token][row] = sums.of(tile, token, i % 16);
+      if (row >= meant && row < rows) to[seats.to[token] + row] = sums.of(tile, token, i % 16);
     }
   };
   if (!IS_ALONE && y >= pairs) {

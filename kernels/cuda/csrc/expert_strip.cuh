@@ -4,7 +4,7 @@
 // experts.
 //
 // An item is a chunk of a tile; warp w takes items w, w + WARPS, ..., and has DEPTH of them on the
-// way. -D WARPS, DEPTH; TILES 1 and MANY 0.
+// way, or two, if they are large. -D WARPS, DEPTH; TILES 1 and MANY 0.
 #pragma once
 #include "expert_block.cuh"
 #include "grid.cuh"
@@ -81,7 +81,8 @@ template <class F>
 struct Strip {
   using C = Chunks<F>;
   using Raw = Stage<C::BYTES, Codec<F>::ALIGN>;
-  static constexpr int RING = whole(DEPTH * Raw::SIZE);
+  static constexpr int PLACES = Raw::SIZE > MUCH && DEPTH > 2 ? 2 : DEPTH;
+  static constexpr int RING = whole(PLACES * Raw::SIZE);
   int tiles, k, last_row, room;
   std::uint8_t* memory;
 
@@ -104,11 +105,11 @@ struct Strip {
     const auto row_of = [&](int token) { return from.row(token); };
     Asked<F> asked(k, count, chunks, warp, lane);
     Walk ahead(warp, chunks), own = ahead;
-    const int asks = is_early ? 0 : -DEPTH;
+    const int asks = is_early ? 0 : -PLACES;
     int place = 0;
-    // The first DEPTH turns fill the ring. One loop, since code that runs once comes from far away.
+    // The first PLACES turns fill the ring. One loop, since code that runs once comes from far away.
 #pragma unroll 1
-    for (int turn = -DEPTH; turn <= 0 || own.tile < tiles; ++turn) {
+    for (int turn = -PLACES; turn <= 0 || own.tile < tiles; ++turn) {
       if (turn == asks) {
         from.arrive();
         asked.begin(row_of);
@@ -122,7 +123,7 @@ struct Strip {
         from.meet();
       }
       if (turn >= 0 && own.tile < tiles) {
-        wait_for_copies<DEPTH - 1>();
+        wait_for_copies<PLACES - 1>();
         __syncwarp();
         multiply_item(ring + place * Raw::SIZE, raw, first_of(own.tile), own.chunk,
                       kept + (own.tile * chunks + own.chunk) * 16 * room, lane);
@@ -134,7 +135,7 @@ struct Strip {
         ahead.advance(WARPS, chunks);
       }
       commit_copies();
-      place = place + 1 < DEPTH ? place + 1 : 0;
+      place = place + 1 < PLACES ? place + 1 : 0;
     }
     __syncthreads();
     return {kept, chunks, room};

@@ -49,17 +49,18 @@ __device__ __forceinline__ int twins_of(const int* chosen, int pairs, int own, i
   return first == 0 && __shfl_sync(ALL, mine, 0) != own ? 0 : count - first;
 }
 
-// A block's tokens: rows that they are read from and written to. In shared memory.
+// A block's tokens: where the rows begin that are read and written, among others of their kind. In
+// shared memory; no pointers, of which nobody would know that they point to global memory.
 struct Seats {
-  const float* from[MOST_TOKENS];
-  float* to[MOST_TOKENS];
+  long long from[MOST_TOKENS], to[MOST_TOKENS];
 };
 // Of Strip's tokens: those that sit there, as nothing but rows.
 struct Seated {
   const Seats& seats;
+  const float* x;
 
   __device__ __forceinline__ void arrive() const {}
-  __device__ __forceinline__ const float* row(int token) const { return seats.from[token]; }
+  __device__ __forceinline__ const float* row(int token) const { return x + seats.from[token]; }
   template <class Cut>
   __device__ __forceinline__ void see(int, int, const Cut&, const Held&) const {}
   __device__ __forceinline__ void meet() const {}

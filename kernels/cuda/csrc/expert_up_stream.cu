@@ -61,7 +61,7 @@ struct Units {
   // silu(gate x) * up x. source, is_early: as of Strip.
   template <class Format, class From>
   __device__ __forceinline__ void make(std::uint8_t* memory, int tokens, From source,
-                                       const Guests& guests, bool is_early) const {
+                                       const Guests& guests, float* out, bool is_early) const {
     const Strip<Format> strip{2 * count, k, min(15, rows - 1), room, memory};
     const Sums sums = strip.multiply(
         tokens,
@@ -83,7 +83,7 @@ struct Units {
       const float sum = sums.of(2 * unit + lane / 16, token, lane % 16);
       const float up = __shfl_xor_sync(ALL, sum, 16);
       if (lane < 16 && row >= meant && row < rows)
-        guests.to[token][row] = activated(sum, SILU) * up * guests.factors[token];
+        out[guests.to[token] + row] = activated(sum, SILU) * up * guests.factors[token];
     }
   }
 };
@@ -101,11 +101,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
   __shared__ Guests guests;
   const int pairs = tokens * used, y = blockIdx.y;
   // For each of `own` tokens, by a thread; row: that it is written to.
-  const auto seat = [&](int own, unsigned token, unsigned row, float* to, int width) {
+  const auto seat = [&](int own, unsigned token, unsigned row, int width) {
     __syncthreads();  // what is in shared memory has been read
     if (threadIdx.x < own) {
-      guests.from[threadIdx.x] = x + static_cast<long long>(token) * k;
-      guests.to[threadIdx.x] = to + static_cast<long long>(row) * width;
+      guests.from[threadIdx.x] = static_cast<long long>(token) * k;
+      guests.to[threadIdx.x] = static_cast<long long>(row) * width;
       guests.factors[threadIdx.x] = 1.0f;
     }
     __syncthreads();
@@ -121,11 +121,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
       for (int i = threadIdx.x; i < k; i += 32 * WARPS) weight[i] = other_weight[i];
     float* parts = reinterpret_cast<float*>(shared + whole(4 * k));
     const auto seats = [&] {
-      seat(own, begin + threadIdx.x, begin + threadIdx.x, other_out, other_rows);
+      seat(own, begin + threadIdx.x, begin + threadIdx.x, other_rows);
     };
-    const Everybody<decltype(seats)> source{{guests}, seats, weight, parts,
+    const Everybody<decltype(seats)> source{{guests, x}, seats, weight, parts,
                                             guests.factors, own, chunks};
-    all.make<O>(shared + whole(4 * k) + whole(4 * room * chunks), own, source, guests, true);
+    all.make<O>(shared + whole(4 * k) + whole(4 * room * chunks), own, source, guests,
+                other_out, true);
     return;
   }
   Units all(units, rows, k, room);
@@ -152,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
       if (left <= 0) return;
     }
     const int own = all.count > 0 ? min(room, left) : 0;
-    seat(own, mine / static_cast<unsigned>(used), mine, out, rows);
-    all.make<F>(shared + whole(16 * count), own, Seated{guests}, guests, false);
+    seat(own, tokens > 1 ? mine / static_cast<unsigned>(used) : 0, mine, rows);
+    all.make<F>(shared + whole(16 * count), own, Seated{guests, x}, guests, out, false);
   }
 #endif
 }
