@@ -16,15 +16,16 @@ from voltapile.kernels.cuda.launch import Instance
 ARCH = 90  # from which on
 FROM, MOST, ROOM = 9, 64, 32  # rows, up to which they are usual; those of a turn
 CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_rows.cu
-CREW = 16  # warps of a block
+CREWS = (16, 18, 20)  # warps of a block: even, since a gate and its up are neighbours'
 # Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.
-MEMORY = [(2, 3), (2, 2), (1, 2), (2, 1), (1, 1)]
+# One box does for a single round; else all warps meet after each.
+MEMORY = [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)]
 FORMATS = stream.FORMATS
 PASSES = (2, 4)  # times eight tokens, that a kernel multiplies at once
 
 
 def _instance(pair: tuple[str, str], passes: int) -> Instance:
-    defines = {"FORMAT": pair[0], "OTHER": pair[1], "SPLIT": CLASSES, "CREW": CREW}
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "SPLIT": CLASSES, "CREW": max(CREWS)}
     defines |= {"MANY": passes, "WARPS": CLASSES, "TILES": 1}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_cluster.cu", "matmul_cluster", named, is_exact=True, waits=True)
@@ -43,9 +44,10 @@ INSTANCES = list(CLUSTER.values())
 @dataclass(frozen=True)
 class Deal:
     """clusters: of a turn of `room` tokens; those from first_other on take the other format.
-    depth: of rings. boxes: for sums that arrive."""
+    crew: warps of a block. depth: of rings. boxes: for sums that arrive."""
 
     clusters: int
+    crew: int
     room: int
     passes: int
     first_other: int
@@ -57,20 +59,40 @@ class Deal:
 @functools.lru_cache(maxsize=1024)
 def deal(task: stream.Task) -> Deal | None:
     """None if it is not this kernel's; then it is another's, with the same bits."""
-    pair, tokens = task.pair, task.tokens
-    if (pair, PASSES[0]) not in CLUSTER or tokens < FROM or not task.is_whole:
+    if (task.pair, PASSES[0]) not in CLUSTER or task.tokens < FROM or not task.is_whole:
         return None
-    parts = [CHUNKS[name] for name in (pair if task.others else pair[:1])]
-    for turns in range(-(-tokens // ROOM), tokens + 1):
-        room = -(-tokens // turns)
-        passes = next(each for each in PASSES if 8 * each >= room)
-        for boxes, depth in MEMORY:
-            shared = max(_shared_bytes(part, task.columns, passes, depth, boxes) for part in parts)
-            if shared <= task.most_shared:
-                clusters = max(2, _clusters(task.multiprocessors) // turns)
-                first = stream.first_other(pair, clusters, task.units, task.others)
-                return Deal(clusters, room, passes, first, depth, boxes, shared)
+    for turns in range(-(-task.tokens // ROOM), task.tokens + 1):
+        found = _deal(task, turns)
+        if found is not None:
+            return found
     return None
+
+
+def _deal(task: stream.Task, turns: int) -> Deal | None:
+    """In so many turns, if tokens then fit."""
+    room = -(-task.tokens // turns)
+    passes = next(each for each in PASSES if 8 * each >= room)
+    clusters = max(2, _clusters(task.multiprocessors) // turns)
+    first = stream.first_other(task.pair, clusters, task.units, task.others)
+    parts = [CHUNKS[name] for name in (task.pair if task.others else task.pair[:1])]
+    tiles = task.tiles * -(-task.units // first)
+    if task.others:
+        tiles = max(tiles, -(-task.others // (clusters - first)))
+    slots = -(-task.columns // (256 * CLASSES))
+    for crew in sorted(CREWS, key=lambda crew: _steps(tiles, slots, crew)):
+        for boxes, depth in MEMORY:
+            own_boxes = 1 if tiles <= crew else boxes
+            sizes = slots, passes, crew, depth, own_boxes
+            shared = max(_shared_bytes(part, *sizes) for part in parts)
+            if shared <= task.most_shared:
+                return Deal(clusters, crew, room, passes, first, depth, own_boxes, shared)
+    return None
+
+
+def _steps(tiles: int, slots: int, crew: int) -> int:
+    """Chunks that a warp multiplies one after the other; the last tiles may be shared."""
+    rounds, left = divmod(tiles, crew)
+    return rounds * slots + (0 if not left else 1 if left * slots <= crew else slots)
 
 
 def _clusters(multiprocessors: int) -> int:
@@ -78,16 +100,15 @@ def _clusters(multiprocessors: int) -> int:
     return 15 * multiprocessors // 132 if multiprocessors >= 32 else multiprocessors // CLASSES
 
 
-def _shared_bytes(chunk: Chunk, columns: int, passes: int, depth: int, boxes: int) -> int:
-    slots = -(-columns // (256 * CLASSES))
-    box = 512 * CREW * passes
+def _shared_bytes(chunk: Chunk, slots: int, passes: int, crew: int, depth: int, boxes: int) -> int:
+    box = 512 * crew * passes
     ring = depth * _tile_bytes(chunk) + chunk.scale_bytes
-    bells = 8 * (2 * CREW + slots + slots % 2)
+    bells = 8 * (2 * max(CREWS) + slots + slots % 2)
     return (
         bells
         + _table_bytes(chunk)
         + boxes * box
-        + CREW * ring
+        + crew * ring
         + slots * chunk.slot_bytes(8 * passes)
     )
 

@@ -320,7 +320,7 @@ def _clusters(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
         own, other = records.made(ops, x, task.pair, bool(launch.others))
         ops.kernel(clusters.CLUSTER[task.pair, deal.passes])(
             (deal.clusters * clusters.CLASSES, -(-task.tokens // deal.room)),
-            32 * clusters.CREW,
+            32 * deal.crew,
             (*launch.matrices, x.ptr, own, other, *map(np.int32, (*numbers, *ends))),
             shared=deal.shared,
         )

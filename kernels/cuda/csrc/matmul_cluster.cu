@@ -3,14 +3,14 @@
 // Columns are cut into CLASSES, chunk c into class c % CLASSES, as matmul_rows.cu deals them to
 // warps. A cluster has a block for each class and takes some tiles of 16 rows of weights: a block
 // keeps its class's part of all tokens in shared memory and streams its part of the weights, each
-// of its CREW warps a tile at a time, through a ring of `depth` chunks. The sums of a tile are sent
+// of its warps a tile at a time, through a ring of `depth` chunks. The sums of a tile are sent
 // to the blocks that own the tokens, TOKENS each, where those of all classes are added in their
 // order. So bits are those of matmul_rows.cu.
 //
 // grid: (CLASSES * clusters, turns of `room` tokens). Clusters from first_other on take the
 // matrices whose bit in `others` is set. boxes: 2 where a tile's sums may arrive while those of the
-// one before are read, else 1. -D FORMAT, OTHER; SPLIT and WARPS, both CLASSES; CREW; MANY 2 or
-// 4; TILES 1.
+// one before are read, else 1. -D FORMAT, OTHER; SPLIT and WARPS, both CLASSES; CREW, the
+// most warps, an even number; MANY 2 or 4; TILES 1.
 #include "grid.cuh"
 #include "matmul_crew.cuh"
 #include "matmul_letters.cuh"
@@ -35,7 +35,7 @@ __device__ __forceinline__ void bring_tokens(const Launch& all, const std::uint8
     copy_whole(memory.slot(lane).memory, records + at * Staged::PER_TOKEN, bytes,
                memory.chunk_bell(lane));
   } else {
-    for (int at = warp; at < slots * ROOM; at += CREW) {
+    for (int at = warp; at < slots * ROOM; at += all.crew) {
       const int token = at % ROOM;
       if (token >= all.tokens) continue;
       Staged staged = memory.slot(at / ROOM);
@@ -85,14 +85,14 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int row_bytes = all.k / F::length * F::bytes, chunks = all.k / M::COLUMNS;
   const int most = (chunks + CLASSES - 1) / CLASSES;
-  const Work work(begin, end, (chunks - all.rank + CLASSES - 1) / CLASSES, most, warp);
+  const Work work(all.crew, begin, end, (chunks - all.rank + CLASSES - 1) / CLASSES, most, warp);
   const Memory<F> memory(all, shared, warp, most);
 
   Fetch<F> fetch(all, work, mask, row_bytes);
   for (int i = 0; i < all.depth; ++i) fetch.begin(memory.ring + i * Raw::SIZE, nullptr, lane);
   if (warp == 0) M::make_table(memory.table, row_bytes, lane);
   if (lane < all.boxes) {
-    Bell* bell = memory.bells + lane * CREW + warp;
+    Bell* bell = memory.bells_of(lane) + warp;
     make_bell(bell);
     if (lane < work.rounds && work.task(lane).is_in) expect(bell, LETTER * sizeof(float2));
   }
@@ -118,8 +118,7 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
     }
     const int box = all.boxes > 1 ? round & 1 : 0;
     if (task.is_in)
-      send_sums(total, memory.boxes + box * BOX, memory.bells + box * CREW + warp, warp, all.rank,
-                Tile{lane});
+      send_sums(total, memory.box(box), memory.bells_of(box) + warp, warp, all.rank, Tile{lane});
   }
 }
 #endif
@@ -144,6 +143,7 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
                    min(room, tokens - first),
                    depth,
                    boxes,
+                   static_cast<int>(blockDim.x / 32),
                    static_cast<int>(blockIdx.x % CLASSES),
                    static_cast<Epilogue>(epilogue)};
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;

@@ -15,7 +15,7 @@ static_assert(CLASSES == WARPS && ROOM % CLASSES == 0 && CREW % 2 == 0);
 struct Launch {
   Matrix matrices[3];
   const float* x;
-  int k, first_token, tokens, depth, boxes;  // tokens: of this turn
+  int k, first_token, tokens, depth, boxes, crew;  // tokens: of this turn; crew: warps of a block
   int rank;                                  // of the block, and its class
   Epilogue kind;
 
@@ -84,27 +84,32 @@ struct CrewMemory {
   }
 };
 
-// What the warps of a block have to do: tiles from begin to end, a round of CREW after the other,
+// What the warps of a block have to do: tiles from begin to end, a round of `crew` after the other,
 // each with all `slots` chunks of the class. If so few are left for the last round that there is a
 // warp for each of their chunks (`most`, in any class), warps take a chunk each.
 struct Work {
-  int begin, end, slots, warp, rounds;
+  int crew, begin, end, slots, warp, rounds;
   int parts, mate, part;  // of the last round: of a tile, and which this warp takes of which
 
   struct Task {
     int tile, number, from, to, parts, part;  // number: of the tile in its round
     bool is_in;
   };
-  __device__ __forceinline__ Work(int begin, int end, int slots, int most, int warp)
-      : begin(begin), end(end), slots(slots), warp(warp), rounds((end - begin + CREW - 1) / CREW) {
-    const int left = end - begin - (rounds - 1) * CREW;
-    parts = left < CREW && left * most <= CREW ? most : 1;
+  __device__ __forceinline__ Work(int crew, int begin, int end, int slots, int most, int warp)
+      : crew(crew),
+        begin(begin),
+        end(end),
+        slots(slots),
+        warp(warp),
+        rounds((end - begin + crew - 1) / crew) {
+    const int left = end - begin - (rounds - 1) * crew;
+    parts = left < crew && left * most <= crew ? most : 1;
     mate = warp / parts, part = warp - mate * parts;
   }
   __device__ __forceinline__ bool shares(int round) const { return parts > 1 && is_last(round); }
   __device__ __forceinline__ bool is_last(int round) const { return round == rounds - 1; }
   __device__ __forceinline__ Task task(int round) const {
-    const int first = begin + round * CREW;
+    const int first = begin + round * crew;
     if (!shares(round)) return {first + warp, warp, 0, slots, 1, 0, first + warp < end};
     return {first + mate, mate, part, min(part + 1, slots), parts, part, first + mate < end};
   }
@@ -158,7 +163,7 @@ __device__ __forceinline__ void wait_for_chunk(int depth) {
   wait_for_copies<PENDING>();
 }
 
-constexpr int LETTER = CLASSES * TOKENS * 8, BOX = CREW * LETTER;  // of pairs
+constexpr int LETTER = CLASSES * TOKENS * 8;  // of pairs
 
 // Where things are in the block's shared memory.
 template <class F>
@@ -167,17 +172,20 @@ struct Memory {
   Bell* bells;  // [2][CREW] of sums, then one of each chunk's tokens
   int* table;
   float2* boxes;
+  int box_pairs;
   std::uint8_t *ring, *tokens;
 
   // most: chunks of a class.
   __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int warp, int most) {
     bells = reinterpret_cast<Bell*>(shared);
     table = reinterpret_cast<int*>(chunk_bell(most + (most & 1)));
-    boxes = reinterpret_cast<float2*>(table + M::TABLE);
-    std::uint8_t* rings = reinterpret_cast<std::uint8_t*>(boxes + all.boxes * BOX);
+    boxes = reinterpret_cast<float2*>(table + M::TABLE), box_pairs = all.crew * LETTER;
+    std::uint8_t* rings = reinterpret_cast<std::uint8_t*>(box(all.boxes));
     const int ring_bytes = all.depth * M::Raw::SIZE + M::SCALES;
-    ring = rings + warp * ring_bytes, tokens = rings + CREW * ring_bytes;
+    ring = rings + warp * ring_bytes, tokens = rings + all.crew * ring_bytes;
   }
+  __device__ __forceinline__ float2* box(int i) const { return boxes + i * box_pairs; }
+  __device__ __forceinline__ Bell* bells_of(int box) const { return bells + box * CREW; }
   __device__ __forceinline__ Bell* chunk_bell(int n) const { return bells + 2 * CREW + n; }
   // The n-th chunk's tokens: as if there were ROOM; sums of those that are not there are nobody's.
   __device__ __forceinline__ typename M::Staged slot(int n) const {

@@ -95,13 +95,13 @@ __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
   const Work::Task task = work.task(round);
   if (!task.is_in) return;
   const int box = all.boxes > 1 ? round & 1 : 0, uses = all.boxes > 1 ? round >> 1 : round;
-  Bell* bells = memory.bells + box * CREW;
+  Bell* bells = memory.bells_of(box);
   if (task.part == 0) {
     const Finish finish(all, mask, task.tile, lane);
     const int mates = all.is_glu() ? 2 : 1, first = (task.number & -mates) * task.parts;
 #pragma unroll 1
     for (int n = 0; n < mates * task.parts; ++n) await(bells + first + n, ~uses & 1);
-    finish.write(memory.boxes + box * BOX + first * LETTER, task.parts);
+    finish.write(memory.box(box) + first * LETTER, task.parts);
   }
   const int next = round + all.boxes;
   if (lane == 0 && next < work.rounds && work.task(next).is_in)

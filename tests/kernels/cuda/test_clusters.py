@@ -17,12 +17,13 @@ from .emulation import has_compiler
 from .test_fragments import ops_of, tolerance
 from .test_stream import glu_and_residual
 
+CREWS = clusters.CREWS
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(clusters, "CREW", 2)
+    monkeypatch.setattr(clusters, "CREWS", (2,))
     monkeypatch.setattr(clusters, "CLUSTER", clusters.instances())
     monkeypatch.setattr(clusters, "FROM", 1)
     monkeypatch.setattr(stream, "TOKENS", 0)
@@ -124,13 +125,17 @@ def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         np.testing.assert_array_equal(*both(ops, monkeypatch, run))
 
 
-def test_deals_fit() -> None:
-    def deal(name: str, columns: int, tokens: int) -> clusters.Deal | None:
+def test_deals_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "CREWS", CREWS)
+    monkeypatch.setattr(clusters, "FROM", 9)
+
+    def deal(name: str, columns: int, tokens: int, rows: int = 4096) -> clusters.Deal | None:
         card = False, 132, 227 << 10
-        return clusters.deal(stream.Task((name, name), columns, tokens, (4096,), (), *card))
+        return clusters.deal(stream.Task((name, name), columns, tokens, (rows,), (), *card))
 
     assert deal("F16", 4096, 16) is None
     assert deal("Q4_K", 4000, 16) is None
+    assert deal("Q4_K", 4096, 8) is None
     for name in clusters.FORMATS:
         for columns in (1024, 4096, 12288, 17408, 25600):
             for tokens in (9, 16, 32, 33, 64):
@@ -138,3 +143,9 @@ def test_deals_fit() -> None:
                 assert found is not None
                 assert found.shared <= 227 << 10
                 assert 8 * found.passes >= found.room
+    # 18 tiles of a cluster, in one round, which needs no second box; many, whose last are shared.
+    one, many = deal("Q4_K", 4096, 32), deal("Q4_K", 4096, 32, 24576)
+    assert one is not None
+    assert (one.crew, one.boxes) == (18, 1)
+    assert many is not None
+    assert (many.crew, many.boxes) == (20, 2)
