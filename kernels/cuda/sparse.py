@@ -46,7 +46,7 @@ KEYS, CHOOSERS = 16, 512  # that a warp scores at once; threads of index_choose
 ROUNDS, MOST_WARPS, TOKENS = 4, 16, 32  # of index_scores_tiled: tokens from sm_80 on
 WARPS = 4  # of index_scores and attend_to
 STEP, ROWS = 16, 16  # of attend_to: positions of a warp, and query heads of a block
-AT_ONCE = 8  # pieces of a row that join_attended has on their way
+JOINERS = 256  # threads of join_attended
 PIECE = STEP * WARPS  # positions of a block where several have a token
 FEWEST_PIECES = 1  # of prompt rows: there are blocks enough
 MAX_TOKENS = 65535  # a grid's limit on its second axis
@@ -272,9 +272,9 @@ def _attend(ops: Launcher, call: _Call, part: slice, pieces: int) -> None:
     if pieces > 1:
         ops.kernel(JOIN)(
             (heads, tokens),
-            128,
+            JOINERS,
             (*_pointers(found, stats, out), np.int32(pieces), np.int32(dim)),
-            shared=4 * (pieces + AT_ONCE - 1),
+            shared=4 * pieces,
         )
 
 

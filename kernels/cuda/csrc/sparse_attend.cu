@@ -10,6 +10,7 @@
 namespace voltapile {
 
 constexpr int STEP = 16, WARPS = 4, THREADS = 32 * WARPS, ROWS = 16;
+constexpr int JOINERS = 256, AT_ONCE = 9;  // of join_attended: threads, and pieces of each at once
 constexpr int HALF = 8;  // rows that warps join at once: those of one i (Mma::row)
 constexpr unsigned EVERY = 0xffffffffu;
 
@@ -119,6 +120,31 @@ __device__ __forceinline__ void ask(half_bits* tile, const Cache& cache, const S
   }
   commit_copies();
 }
+
+// A warp's rows of queries, on their way together. Behind the last one that is used it comes again.
+struct Queries {
+  static constexpr int COUNT = ROWS / WARPS;
+  int head[COUNT];
+  Query<DIM> row[COUNT];
+
+  __device__ __forceinline__ void find(const int* heads, int used, int warp) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) head[i] = heads[min(warp + WARPS * i, used - 1)];
+  }
+  // q: the token's, of all heads
+  __device__ __forceinline__ void read(const float* q, int dim, int lane) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) row[i].read(q + head[i] * dim, dim, lane);
+  }
+  __device__ __forceinline__ void stage(Shared& sh, float scale, int warp, int lane) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int r = warp + WARPS * i;
+      const float power = row[i].template stage<false>(sh.q + r * PITCH, lane);
+      if (lane == 0) sh.factor[r] = power * scale;
+    }
+  }
+};
 
 // Of a warp's rows so far.
 struct Sums {
@@ -277,6 +303,33 @@ __device__ __forceinline__ void join_warps(Ends& ends, const Sums& sums, const T
   }
 }
 
+// How much each piece of a row weighs; returns their sum. A warp calls.
+__device__ __forceinline__ float weigh_pieces(float* weights, const float2* stats, int pieces,
+                                              int lane) {
+  float most = -infinity(), sum = 0.0f;
+#pragma unroll 2
+  for (int i = lane; i < pieces; i += 32) most = fmaxf(most, stats[i].x);
+#pragma unroll 1
+  for (int step = 16; step > 0; step >>= 1) most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
+#pragma unroll 1
+  for (int i = lane; i < pieces; i += 32) {
+    const float2 own = stats[i];
+    const float weight = exp2_fast(own.x - most);
+    weights[i] = weight;
+    sum = __fmaf_rn(own.y, weight, sum);
+  }
+#pragma unroll 1
+  for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(EVERY, sum, step);
+  return sum;
+}
+
+// What has no weight may never have been written.
+__device__ __forceinline__ void add_piece(float4& sum, const float4& part, float weight) {
+  if (weight == 0.0f) return;
+  sum = {__fmaf_rn(part.x, weight, sum.x), __fmaf_rn(part.y, weight, sum.y),
+         __fmaf_rn(part.z, weight, sum.z), __fmaf_rn(part.w, weight, sum.w)};
+}
+
 }  // namespace voltapile
 
 using namespace voltapile;
@@ -302,34 +355,32 @@ attend_to(const float* q, const unsigned char* keys, const unsigned char* values
   const int begin = heads[kv_head] + static_cast<int>(one - kv_head * parts) * ROWS;
   const int used = min(ROWS, heads[kv_head + 1] - begin), position = positions[t];
   const int *own = heads + kv_heads + 1 + begin, *pages_of = table + slots[t] * width;
+  Queries queries{};
+  if (used > 0) queries.find(own, used, warp);
   grid_wait();
   if (used <= 0) return;
+  queries.read(q + static_cast<unsigned>(t * num_heads) * width_of(key_dim), width_of(key_dim),
+               lane);
   const int chosen = counts[t], whole = (position + 1) >> shift;
   const int count = position + 1 - ((whole - chosen) << shift);
   const int start = own_piece * piece, end = pieces == 1 ? count : min(start + piece, count);
+  const int first = start >> shift, last = ((pieces == 1 ? count : start + piece) - 1) >> shift;
+  int i = first + threadIdx.x, block = blocks[t * most + min(i, most - 1)];
+#pragma unroll 1
+  for (; i <= last; i += THREADS) {
+    const unsigned at = (i < chosen ? block : whole) << shift, index = at / PAGE;
+    const int page = index < width ? pages_of[index] : 0;
+    const int sane = page >= 0 && page < pages ? page : 0;
+    block = blocks[t * most + min(i + THREADS, most - 1)];
+    cells[i - first] = (sane * kv_heads + kv_head) * PAGE + at % PAGE;
+  }
+  queries.stage(sh, scale, warp, lane);
   const Target to{out, stats, own, static_cast<unsigned>(t * num_heads), value_dim, pieces,
                   own_piece};
-  if (start >= end) {
+  if (start >= end) {  // asked so late, for what all of it takes shall be on its way together
     if (threadIdx.x < used)
       stats[(to.first + own[threadIdx.x]) * pieces + own_piece] = {-infinity(), 0.0f};
     return;
-  }
-  const int first = start >> shift, last = (end - 1) >> shift;
-#pragma unroll 1
-  for (int i = first + threadIdx.x; i <= last; i += THREADS) {
-    const unsigned at = (i < chosen ? blocks[t * most + i] : whole) << shift, index = at / PAGE;
-    const int page = index < width ? pages_of[index] : 0;
-    const int sane = page >= 0 && page < pages ? page : 0;
-    cells[i - first] = (sane * kv_heads + kv_head) * PAGE + at % PAGE;
-  }
-  clear_quads(sh.q + used * PITCH, (ROWS - used) * (PITCH / 8), threadIdx.x, THREADS);
-#pragma unroll 1
-  for (int r = warp; r < ROWS; r += WARPS) {
-    float power = 0.0f;
-    if (r < used)
-      power = stage_query<DIM>(q + (to.first + own[r]) * width_of(key_dim), width_of(key_dim),
-                               sh.q + r * PITCH, lane);
-    if (lane == 0) sh.factor[r] = power * scale;
   }
   __syncthreads();
   Sums sums;
@@ -339,50 +390,46 @@ attend_to(const float* q, const unsigned char* keys, const unsigned char* values
   join_warps(sh.ends, sums, to, used, warp, lane);
 }
 
-// grid: (H, tokens), 128 threads; shared: floats for `pieces`, rounded up to AT_ONCE
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// grid: (H, tokens), JOINERS threads; dim: a multiple of 4. shared: floats for `pieces`. Fours of a
+// row's columns are dealt to threads, and so are pieces, as far as threads go.
+extern "C" __global__ void __launch_bounds__(JOINERS, 1)
 join_attended(const float* parts, const float2* stats, float* out, int pieces, int dim) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   float* weights = reinterpret_cast<float*>(shared);
-  constexpr int AT_ONCE = 8;
+  __shared__ float4 sums[JOINERS];
   __shared__ float total;
   grid_launch();
+  const int wide = dim / 4, groups = JOINERS / wide;
+  const int group = threadIdx.x / wide, c = threadIdx.x - group * wide;
   grid_wait();
   const unsigned row = blockIdx.y * gridDim.x + blockIdx.x;
-  stats += row * pieces, parts += static_cast<std::uint64_t>(row * pieces) * dim;
+  stats += row * pieces;
+  const float4* own = reinterpret_cast<const float4*>(parts) +
+                      static_cast<std::uint64_t>(row * pieces) * wide + c;
+  float4 part[AT_ONCE];
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; ++i) part[i] = own[min(group + i * groups, pieces - 1) * wide];
   if (threadIdx.x < 32) {
-    float most = -infinity(), sum = 0.0f;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < pieces; i += 32) most = fmaxf(most, stats[i].x);
-#pragma unroll 1
-    for (int step = 16; step > 0; step >>= 1)
-      most = fmaxf(most, __shfl_xor_sync(EVERY, most, step));
-#pragma unroll 1
-    for (int i = threadIdx.x; i < pieces + AT_ONCE - 1; i += 32) {
-      const float2 own = i < pieces ? stats[i] : float2{-infinity(), 0.0f};
-      const float weight = exp2_fast(own.x - most);
-      weights[i] = weight;
-      sum = __fmaf_rn(own.y, weight, sum);
-    }
-#pragma unroll 1
-    for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(EVERY, sum, step);
+    const float sum = weigh_pieces(weights, stats, pieces, threadIdx.x);
     if (threadIdx.x == 0) total = sum;
   }
   __syncthreads();
+  float4 sum{0, 0, 0, 0};
 #pragma unroll 1
-  for (int d = threadIdx.x; d < dim; d += THREADS) {
-    float sum = 0.0f;
-#pragma unroll 1
-    for (int first = 0; first < pieces; first += AT_ONCE) {
-      float part[AT_ONCE];
+  for (int first = group; first < pieces; first += AT_ONCE * groups) {
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) part[i] = parts[min(first + i, pieces - 1) * dim + d];
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const float weight = weights[first + i];
-        sum = weight != 0.0f ? __fmaf_rn(part[i], weight, sum) : sum;
-      }
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int at = first + i * groups;
+      if (first != group) part[i] = own[min(at, pieces - 1) * wide];
+      add_piece(sum, part[i], at < pieces ? weights[at] : 0.0f);
     }
-    out[row * dim + d] = sum / total;
   }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (group > 0) return;
+#pragma unroll 1
+  for (int i = 1; i < groups; ++i) add_piece(sum, sums[i * wide + c], 1.0f);
+  const float factor = reciprocal(total);
+  reinterpret_cast<float4*>(out)[row * wide + c] =
+      float4{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
 }
