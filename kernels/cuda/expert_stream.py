@@ -24,10 +24,10 @@ MOST_TOKENS = 4  # of a block
 SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 832, "Q5_1": 576, "Q8_0": 576}
 # So small that a block of expert_down_stream fits beside three of these: its weights come next.
 UP_WARPS, UP_DEPTH = 4, 3
-PARTS_WARPS, PARTS_DEPTH = 8, 2
+PARTS_WARPS, PARTS_DEPTH = 4, 2
 DOWN_WARPS = 12  # of a block, most
 NAMED = 3072  # bytes of shared memory that sources name, most
-STRIP = 16  # tiles of 16 rows of a block of expert_parts
+STRIP = 8  # tiles of 16 rows of a block of expert_parts
 FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
 UNITS = 4  # of 16 rows of a block of expert_up_stream, for more tokens
 Inner = tuple[DeviceArray, DeviceArray | None]  # of routed experts, and of the shared one
