@@ -4,6 +4,7 @@
 // Two columns of a head's matrix are in eight lanes' registers. In a token's step nothing waits but
 // for two sums over them: S' q of the new state is decay S' q + (k . q) error.
 #pragma once
+#include "quotient.cuh"
 #include "state_rows.cuh"
 
 namespace voltapile {
@@ -30,12 +31,14 @@ struct Taps {
       of[j] = tap < 0 ? 0.0f : tap_at(all, kind, static_cast<long long>(channel) * count + tap);
     }
   }
-  // Of a token's input and those before it, the oldest first.
+  // Of a token's input and those before it, the oldest first; through silu. Where e^-x is beyond
+  // 2^126 the true value is below any that counts.
   __device__ __forceinline__ float apply(const float (&past)[PAST], float x) const {
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < PAST; ++j) sum = fmaf(of[j], past[j], sum);
-    return silu(fmaf(of[PAST], x, sum));
+    sum = fmaf(of[PAST], x, sum);
+    return quotient(sum, 1.0f + expf(fminf(-sum, 80.0f)));
   }
 };
 
@@ -54,18 +57,28 @@ __device__ __forceinline__ float decay_of(float a, float rate, float dt) {
   return expf(rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)))));
 }
 
-// Sets `both` of BATCH tokens; the first 16 BATCH threads of a block, whole warps, call.
+__device__ __forceinline__ float dot(const float4& x, const float4& y, float sum) {
+  return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum))));
+}
+
+// k . q of a token, by the lanes that share columns.
 template <int VALUES>
-__device__ __forceinline__ void multiply_both(Token<VALUES>* tokens) {
-  const int lane = threadIdx.x & 15;
-  Token<VALUES>& own = tokens[threadIdx.x / 16];
-  const float* q = reinterpret_cast<const float*>(own.q);
-  const float* k = reinterpret_cast<const float*>(own.k);
+__device__ __forceinline__ float product_of(const Token<VALUES>& own, int part) {
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < DIM / 16; ++i) sum = fmaf(q[16 * i + lane], k[16 * i + lane], sum);
-  for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(ALL, sum, step);
-  if (lane == 0) own.gates.both = sum;
+  for (int i = 0; i < FOURS; ++i) sum = dot(own.q[PARTS * i + part], own.k[PARTS * i + part], sum);
+#pragma unroll
+  for (int step = PARTS / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(ALL, sum, step);
+  return sum;
+}
+
+// Sets `both` of BATCH tokens; a block's first PARTS BATCH threads, whole warps, call.
+template <int VALUES>
+__device__ __forceinline__ void multiply_both(Token<VALUES>* tokens) {
+  if (threadIdx.x >= PARTS * BATCH) return;
+  Token<VALUES>& own = tokens[threadIdx.x / PARTS];
+  const float both = product_of(own, threadIdx.x % PARTS);
+  if (threadIdx.x % PARTS == 0) own.gates.both = both;
 }
 
 // What a lane holds of two neighbouring columns of the state.
@@ -93,9 +106,10 @@ struct Columns {
   }
 
   // On by a token. The output: of column `column` in the first half of its lanes, of the next one
-  // in the others. column: among the token's values.
+  // in the others. column: among the token's values. both: see Token.
   template <int VALUES>
-  __device__ __forceinline__ float go_on(const Token<VALUES>& in, int column, int part) {
+  __device__ __forceinline__ float go_on(const Token<VALUES>& in, float both, int column,
+                                         int part) {
     const auto gates = in.gates;
     const bool is_second = part & 4;  // this lane's half of them has the second column
     const float value = reinterpret_cast<const float*>(in.v)[column + is_second];
@@ -122,7 +136,7 @@ struct Columns {
         s[c][i].z = fmaf(k[i].z, error[c], gates.decay * s[c][i].z);
         s[c][i].w = fmaf(k[i].w, error[c], gates.decay * s[c][i].w);
       }
-    return fmaf(gates.both, own, gates.decay * half_sum(asked, is_second));
+    return fmaf(both, own, gates.decay * half_sum(asked, is_second));
   }
 
  private:
@@ -132,9 +146,6 @@ struct Columns {
     float sum = (is_second ? x[1] : x[0]) + __shfl_xor_sync(ALL, is_second ? x[0] : x[1], 4);
     sum += __shfl_xor_sync(ALL, sum, 2);
     return sum + __shfl_xor_sync(ALL, sum, 1);
-  }
-  static __device__ __forceinline__ float dot(const float4& x, const float4& y, float sum) {
-    return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum))));
   }
 };
 
@@ -152,11 +163,11 @@ __device__ __forceinline__ void end_head(const float* o, const float* norm,
   float held[PER_LANE], sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) held[i] = o[32 * i], sum = fmaf(held[i], held[i], sum);
-  const float factor = 1.0f / sqrtf(warp_join(sum, Add()) / DIM + eps);
+  const float factor = inverse_root(warp_join(sum, Add()) / DIM + eps);
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i)
     y[32 * i] = held[i] * factor * norm[32 * i] *
-                ((is_sigmoid ? 1.0f : z[i]) / (1.0f + expf(-z[i])));  // sigmoid or silu
+                quotient(is_sigmoid ? 1.0f : z[i], 1.0f + expf(fminf(-z[i], 80.0f)));
 }
 
 }  // namespace voltapile

@@ -98,7 +98,8 @@ __device__ __forceinline__ void go_through(Columns& state, Own (*tokens)[BATCH],
     const int count = min(BATCH, run.count - first);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      const float y = state.go_on(tokens[turn][i], column, part);
+      const Own& in = tokens[turn][i];
+      const float y = state.go_on(in, in.gates.both, column, part);
       if (part % 4 == 0 && out != nullptr) out[static_cast<long long>(first + i) * out_stride] = y;
     }
     if (goes_on) reader.end(tokens[turn ^ 1], run, where);
@@ -129,7 +130,7 @@ delta_conv(const float* m, const void* taps, const float* histories, const float
   grid_wait();
   const Step step{slots, positions, kept, tokens, 0};
   const auto end = [&](float y) {
-    if (is_normed) y *= length / sqrtf(block_join(y * y, scratch, Add()) + eps);
+    if (is_normed) y *= length * inverse_root(block_join(y * y, scratch, Add()) + eps);
     return y;
   };
   // The block's tokens and those before them, asked for at once.

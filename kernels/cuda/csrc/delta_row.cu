@@ -16,17 +16,16 @@ constexpr int TURNS = (BATCH + BLOCK_WARPS - 1) / BLOCK_WARPS;  // in which warp
 struct Shared {
   Own tokens[BATCH];
   float o[BATCH][DIM];
-  float sums[2][DIM / 32];
+  float sums[2][2][DIM / 32];  // of every other token
   int is_last_of_key, is_last_of_row;
 };
 
-// Of the threads of one of the block's heads, in the order of block_join. The whole block calls;
-// `head` 2 and 3 get nothing.
+// Of the threads of one of the block's heads, in the order of block_join. The whole block calls,
+// with sums of its own from one time to the next; `head` 2 and 3 get nothing.
 __device__ __forceinline__ float head_sum(float value, float (*sums)[DIM / 32], int head) {
   constexpr int WARPS = DIM / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % WARPS;
   value = warp_join(value, Add());
-  __syncthreads();  // sums may still be read
   if (head < 2 && lane == 0) sums[head][warp] = value;
   __syncthreads();
   float part = sums[head & 1][lane & (WARPS - 1)];
@@ -59,7 +58,7 @@ __device__ __forceinline__ void convolve(Channel& channel, const float* x, float
     const float input = next;
     if (head < 3 && i + 1 < count) next = x[static_cast<long long>(i + 1) * channels];
     float y = head < 3 ? channel.go_on(input) : 0.0f;
-    const float norm = length / sqrtf(head_sum(y * y, sh.sums, head) + eps);
+    const float norm = length * inverse_root(head_sum(y * y, sh.sums[i % 2], head) + eps);
     if (head < 2) y *= norm;
     Own& own = sh.tokens[i];
     float* to = reinterpret_cast<float*>(head == 0 ? own.q : head == 1 ? own.k : own.v);
@@ -73,16 +72,9 @@ __device__ __forceinline__ void put_gates(Shared& sh, int i, float b, float a, f
   sh.tokens[i].gates.decay = decay_of(a, rate, dt), sh.tokens[i].gates.rate = sigmoid(b);
 }
 
-// The whole block calls, when tokens are there.
-__device__ __forceinline__ void finish_tokens(Shared& sh) {
-  __syncthreads();
-  if (threadIdx.x < 16 * BATCH) multiply_both(sh.tokens);
-  __syncthreads();
-}
-
-// Whether this is the last of `count` blocks to come here; the ticket is 0 again then.
-__device__ __forceinline__ bool comes_last(unsigned* ticket, int count) {
-  return atomicInc(ticket, count - 1) == count - 1u;
+// A ticket of `count` blocks that come here; it is 0 again after them.
+__device__ __forceinline__ unsigned ticket_of(unsigned* tickets, int count) {
+  return atomicInc(tickets, count - 1);
 }
 
 }  // namespace voltapile
@@ -130,6 +122,7 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
   if (found == FRESH) s.clear();
   else s.read(matrix, column, part);
   const float own_rate = rate[head], own_dt = dt[head];
+  const int sharers = members[key_head];
   grid_wait();
 
   // Of this step's tokens, asked for early.
@@ -138,8 +131,9 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
   const long long place = static_cast<long long>(first) * value_heads + head;
   const long long ended = (place + warp * value_heads) * DIM + lane;  // by this warp, first of all
   const long long turn_apart = static_cast<long long>(BLOCK_WARPS) * value_heads * DIM;
-  const bool has_token = threadIdx.x < length;
-  const float* own_gates = b_and_a + 2 * (place - head + threadIdx.x * value_heads) + head;
+  const int gate = threadIdx.x - 3 * DIM;  // whose gates this thread sees to, if any: it has time
+  const bool has_token = gate >= 0 && gate < length;
+  const float* own_gates = b_and_a + 2 * (place - head + gate * value_heads) + head;
   const float own_b = has_token ? own_gates[0] : 0.0f;
   const float own_a = has_token ? own_gates[value_heads] : 0.0f;
   float gates[TURNS][PER_LANE], past[PAST];
@@ -147,38 +141,42 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
   for (int turn = 0; turn < TURNS; ++turn)
     if (turn * BLOCK_WARPS + warp < length) read_head(z + ended + turn * turn_apart, gates[turn]);
   const bool asks = threadIdx.x == blockDim.x - 1;
-  bool is_last_of_key = false, is_last_of_row = false;
+  unsigned key_ticket = 0, row_ticket = 0;
   // The tokens of the step before that stand, if any, then this step's: one code for both.
 #pragma unroll 1
   for (bool is_now = found <= 0, is_done = false; !is_done; is_done = is_now, is_now = true) {
     const int here = is_now ? length : found;
     float b = own_b, a = own_a, input = next;
     if (!is_now) {
-      const long long at = (logged_at + threadIdx.x) * value_heads + head;
-      if (threadIdx.x < found) b = b_log[at], a = a_log[at];
+      const long long at = (logged_at + gate) * value_heads + head;
+      if (gate >= 0 && gate < found) b = b_log[at], a = a_log[at];
       if (kind_of_head < 3) input = log[0];
     } else if (is_provisional) {
       s.write(matrix, column, part);
 #pragma unroll
       for (int j = 0; j < PAST; ++j) past[j] = channel.past[j];
     }
-    __syncthreads();  // the tokens that stand are done with
-    if (threadIdx.x < here) put_gates(sh, threadIdx.x, b, a, own_rate, own_dt);
+    if (is_now && found > 0) __syncthreads();  // the tokens that stand are done with
+    if (gate >= 0 && gate < here) put_gates(sh, gate, b, a, own_rate, own_dt);
     convolve(channel, is_now ? row : log, input, here, channels, kind_of_head, sh, eps);
-    finish_tokens(sh);
+    __syncthreads();
     // The block has used what it read of the state, and takes its tickets; answers come meanwhile.
     if (is_now && asks) {
       unsigned* own_tickets = tickets + blockIdx.y * (key_heads + 1);
-      is_last_of_key = comes_last(own_tickets + key_head, members[key_head]);
-      is_last_of_row = comes_last(own_tickets + key_heads, value_heads);
+      key_ticket = ticket_of(own_tickets + key_head, sharers);
+      row_ticket = ticket_of(own_tickets + key_heads, value_heads);
     }
 #pragma unroll 1
     for (int i = 0; i < here; ++i) {
-      const float out = s.go_on(sh.tokens[i], column, part);
+      const float both = product_of(sh.tokens[i], part);
+      const float out = s.go_on(sh.tokens[i], both, column, part);
       if (part % 4 == 0) sh.o[i][column + part / 4] = out;
     }
   }
-  if (asks) sh.is_last_of_key = is_last_of_key, sh.is_last_of_row = is_last_of_row;
+  if (asks) {
+    sh.is_last_of_key = key_ticket == sharers - 1u;
+    sh.is_last_of_row = row_ticket == value_heads - 1u;
+  }
   __syncthreads();
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn)
@@ -199,8 +197,8 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
         log[i * channels] = row[static_cast<long long>(i) * channels];
   }
   const int noted = is_provisional ? length : 0;
-  if (threadIdx.x < noted) {
-    const long long to = (logged_at + threadIdx.x) * value_heads + head;
+  if (gate >= 0 && gate < noted) {
+    const long long to = (logged_at + gate) * value_heads + head;
     b_log[to] = own_b, a_log[to] = own_a;
   }
   if (threadIdx.x == 0 && sh.is_last_of_row) logged[slot] = noted;

@@ -2,15 +2,9 @@
 // computed.
 #pragma once
 #include "half.cuh"
+#include "quotient.cuh"
 
 namespace voltapile {
-
-#ifdef VP_EMULATION
-inline float quotient(float x, float y) { return x / y; }
-#else
-// Right to two units in the last place, for y below 2^126; a few instructions.
-__device__ __forceinline__ float quotient(float x, float y) { return __fdividef(x, y); }
-#endif
 
 // Where e^-x is beyond 2^126 the true value is below any that counts.
 __device__ __forceinline__ float sigmoid(float x) {
