@@ -19,7 +19,8 @@ using namespace voltapile;
 
 #if VP_ARCH >= 900
 // All tokens of the block's chunks: records are copied, a chunk at a time, by the first warp, and
-// the chunk's bell tells; what has none is made here by all warps.
+// the chunk's bell tells; what has none is made here by all warps. Somebody must wait for each bell,
+// since a block must not end before.
 template <class F>
 __device__ __forceinline__ void bring_tokens(const Launch& all, const std::uint8_t* records,
                                              int all_tokens, const Memory<F>& memory, int slots,
@@ -100,7 +101,7 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   __syncthreads();
   cluster_arrive();
   grid_wait();
-  bring_tokens<F>(all, records, all_tokens, memory, work.slots, warp, lane);
+  if (work.rounds > 0) bring_tokens<F>(all, records, all_tokens, memory, work.slots, warp, lane);
   cluster_wait();  // all blocks have begun
 
   int place = 0;
