@@ -11,6 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from voltapile.kernels.cuda.attention_sizes import (
+    ANY,
+    CLUSTERS_FROM,
+    SHARES,
+    STRANDS,
+    decode_shared,
+    prefill_block,
+    prefill_shared,
+)
+from voltapile.kernels.cuda.heads import RawHeads
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.pages import (
     KINDS,
@@ -27,7 +37,6 @@ from voltapile.kernels.ops import Batch
 
 __all__ = ["attention", "kv_cache", "page_parts", "store_kv"]
 
-ANY = 3  # a kernel that is told dimensions and types when it runs; slower
 HEAD_DIMS = (64, 80, 96, 128, 256)  # that have kernels of their own
 
 SHORT_RUN = 8  # tokens of a slot in a step that count as generated
@@ -35,11 +44,7 @@ MOST_GENERATED = 64  # tokens of a step that may all be generated
 PARTIAL_BYTES = 64 << 20  # what the pieces of one launch may take, if one token's do not take more
 PIECES = 512  # of all KV heads together, for long contexts: enough to fill a GPU
 CLUSTERS = 40  # the same, of clusters: all blocks are there at once on 132 multiprocessors
-SHARES = 8  # of a piece from sm_90 on, and blocks of a cluster (csrc/attention_rows.cuh)
-CLUSTERS_FROM = 90
 MANY_PIECES = 32  # of several tokens, if each has one: then a block takes a whole piece
-STRANDS = 4  # warps of a block that share its positions (csrc/attention_join.cuh)
-LETTERS = 14  # of a block's inbox (csrc/attention_blocks.cuh)
 LOG2E = 1.4426950408889634
 
 LITTLE_SHARED = dict.fromkeys((86, 89, 120), 99 << 10)  # bytes a block, of cards from sm_80 on
@@ -113,6 +118,7 @@ class _Call:
     softcap: float
     window: int
     weights: DeviceArray | None
+    raw: RawHeads | None
 
     @property
     def tokens(self) -> int:
@@ -162,9 +168,10 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     weights: DeviceArray | None = None,
+    raw: RawHeads | None = None,
 ) -> DeviceArray:
     """weights: [T, H], where log(sum(exp(score))) goes if somebody asks; a token at position -1
-    sees nothing then."""
+    sees nothing then. raw: what rope_store was not launched for, if takes_raw."""
     tokens, heads = len(batch.slots), len(head_map)
     assert q.size == tokens * heads * cache.key_dim, (q.shape, tokens, heads)
     assert max(head_map) < cache.kv_heads, (head_map, cache.kv_heads)
@@ -186,6 +193,7 @@ def attention(
         softcap=softcap,
         window=window,
         weights=weights,
+        raw=raw,
     )
     with ops.scope():
         if is_generated(tokens, len(batch.outputs)):
@@ -193,6 +201,22 @@ def attention(
         else:
             _mixed(ops, call)
     return out
+
+
+def takes_raw(
+    ops: Launcher, cache: CudaKv, batch: Batch, head_map: Sequence[int], softcap: float
+) -> bool:
+    """Whether attention norms, rotates and stores by the way: where one launch has all rows, and
+    each KV head a block."""
+    tokens = len(batch.slots)
+    return (
+        ops.arch >= CLUSTERS_FROM
+        and shape_of(cache)[1] != ANY
+        and not softcap
+        and tokens > 0
+        and is_generated(tokens, len(batch.outputs))
+        and len(set(head_map)) == cache.kv_heads
+    )
 
 
 def is_generated(tokens: int, outputs: int) -> bool:
@@ -224,39 +248,12 @@ def _shares(arch: int) -> int:
     return SHARES if arch >= CLUSTERS_FROM else 1
 
 
-def decode_shared(dim: int, kind: int, tiles: int, arch: int, blocks: int = SHARES) -> int:
-    """Bytes of struct Shared in attention_decode.cu, for blocks of such clusters."""
-    rows, pitch, is_copied = 16 * tiles, dim + 8, arch >= 80 and kind != ANY
-    step = 16 * (dim + 16) + 2 * dim if is_copied and kind == KINDS["q8_0"] else 32 * pitch
-    stages = 1 if dim > 128 else 3 if kind == KINDS["q8_0"] else 2
-    steps = 2 * stages if is_copied else 1
-    ends = 32 * STRANDS * pitch
-    inbox = LETTERS * (4 * dim + 8) if arch >= CLUSTERS_FROM and blocks > 1 else 16
-    kept = STRANDS * tiles * 64 * (8 + dim) if arch >= CLUSTERS_FROM and blocks == 1 else 0
-    own = max(STRANDS * steps * step, ends + inbox)
-    return own + 2 * rows * pitch + 24 * rows + kept + 96
-
-
-def prefill_shared(dim: int, kind: int, arch: int) -> int:
-    """Bytes of struct Shared in attention_prefill.cu."""
-    tile, pitch, rows = _tile(dim), dim + 8, prefill_block(dim, kind, arch)[1]
-    halves = 4 * tile * pitch if _is_async(kind, arch) else tile * pitch + 8
-    return 2 * (rows * pitch + halves) + 16 * rows
-
-
 def prefill_shape(cache: CudaKv, arch: int) -> tuple[int, int]:
     """(width, KIND) of the prompt kernel that fits the card."""
     dim, kind = shape_of(cache)
     if arch in LITTLE_SHARED and prefill_shared(dim, kind, arch) > LITTLE_SHARED[arch]:
         return 128 if dim <= 128 else LARGEST_DIM, ANY
     return dim, kind
-
-
-def prefill_block(dim: int, kind: int, arch: int) -> tuple[int, int]:
-    """Threads and rows of a block of attention_prefill."""
-    if arch < 80:
-        return 128, 64
-    return (128 if _is_async(kind, arch) and dim <= 128 else 256), 128
 
 
 def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray | None) -> None:
@@ -293,9 +290,17 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
                 *map(np.int32, numbers),
                 *call.factors,
                 *map(np.int32, (*ends, pieces)),
+                *_raw_numbers(call.raw),
             ),
             shared,
         )
+
+
+def _raw_numbers(raw: RawHeads | None) -> tuple[int | np.int32 | np.float32, ...]:
+    if raw is None:
+        return *(0,) * 5, *map(np.int32, (0, 0)), np.float32(0)
+    pointers = raw.k.ptr, raw.v.ptr, *raw.norm_ptrs, raw.angles.ptr
+    return *pointers, np.int32(raw.pairs), np.int32(raw.apart), np.float32(raw.eps)
 
 
 def _mixed(ops: Launcher, call: _Call) -> None:
@@ -365,14 +370,6 @@ def _stride(most: int, least: int, context: int, window: int) -> int:
     """Most pieces of one token."""
     seen = min(context, window) if window else context
     return min(most, _groups(seen, least)) + (1 if window else 0)
-
-
-def _tile(dim: int) -> int:
-    return 32 if dim > 128 else 64
-
-
-def _is_async(kind: int, arch: int) -> bool:
-    return arch >= 80 and kind == KINDS["f16"]
 
 
 def _groups(items: int, size: int) -> int:

@@ -7,6 +7,7 @@
 // pieces, what they give goes to `partial`, and the block that comes last adds them.
 // -D HEAD_DIM, KIND, ROW_TILES (16 rows each), CLUSTER
 #include "attention_blocks.cuh"
+#include "attention_fresh.cuh"
 #include "grid.cuh"
 
 namespace voltapile {
@@ -22,6 +23,7 @@ extern __shared__ __align__(16) unsigned char shared[];
 struct Item {
   int begin, count;
   int fresh;  // first position that this step stores for their slot
+  int start;  // the token that has it
 };
 
 struct Shared {
@@ -35,10 +37,12 @@ struct Shared {
   __align__(16) half_bits q[ROWS * PITCH];
   Row rows[ROWS];
   int query[ROWS];   // of a row, counted in heads of all tokens
+  int token[ROWS];   // of a row
   int pieces[ROWS];  // of a row, where there are several
   Source from;
   Bell bell;                  // of the inbox
   KeptSums<(TURNS > 1)> kept[TURNS > 1 ? STRANDS : 1];
+  __align__(16) float scratch[FUSES ? STRANDS : 1][FUSES ? 32 * Head<DIM>::PIECES : 1];
   int used, tickets, answer;  // kept for the end, so that no register holds them meanwhile
 };
 
@@ -51,7 +55,8 @@ __device__ __forceinline__ Item item_at(const int* slots, const int* positions, 
 #pragma unroll 1
   while (start > first && slots[start - 1] == slot) --start;
   const int phase = static_cast<unsigned>(t - start) % chunk;
-  if (phase != 0 && span_of(positions[t - 1], limit, window, most).piece == piece) return {t, 0, 0};
+  if (phase != 0 && span_of(positions[t - 1], limit, window, most).piece == piece)
+    return {t, 0, 0, 0};
   int count = 1;
 #pragma unroll 1
   while (t + count < last && phase + count < chunk && slots[t + count] == slot &&
@@ -59,7 +64,7 @@ __device__ __forceinline__ Item item_at(const int* slots, const int* positions, 
     ++count;
 #pragma unroll 1
   while (start > 0 && slots[start - 1] == slot) --start;  // an earlier launch's tokens, too
-  return {t, count, positions[start]};
+  return {t, count, positions[start], start};
 }
 
 // Of all tokens together; their pieces have one length.
@@ -108,7 +113,7 @@ __device__ __forceinline__ void place_rows(Shared& sh, const Rows& mine, const I
         row.slot = query;
       else if (piece >= s.first && piece <= s.last)
         row.slot = places.of(query) + piece - s.first;
-      sh.query[m] = query, sh.pieces[m] = s.last - s.first + 1;
+      sh.query[m] = query, sh.token[m] = t, sh.pieces[m] = s.last - s.first + 1;
     }
     sh.rows[m] = row;
   }
@@ -304,16 +309,18 @@ using namespace voltapile;
 // tickets: a zero for each token or item and blockIdx.y
 // weights: null, or float[tokens * H] (Weighing)
 // cap: of KIND 3 alone
+// k: null, or q, k and v are raw (Raw in attention_fresh.cuh), and this kernel stores k and v
 // What was there when the step began (slots, positions, tables, older keys and values) is read
 // before the kernel before this one has ended.
 extern "C" __global__ void VP_CLUSTER __launch_bounds__(THREADS, LEAST_BLOCKS)
-attention_decode(const float* q, const unsigned char* key_base, const unsigned char* value_base,
+attention_decode(const float* q, unsigned char* key_base, unsigned char* value_base,
                  const int* table, const int* slots, const int* positions, const int* heads,
                  const int* plan, float* partial, float2* stats, unsigned* tickets,
                  float* attended, float* weights, int first, int last, int parts, int kv_heads,
                  int num_heads, int key_dim, int value_dim, int key_kind, int value_kind,
                  int width, int pages, float scale, float cap, int window, int most, int stride,
-                 int chunk, int pieces) {
+                 int chunk, int pieces, const float* k, const float* v, const float* q_norm,
+                 const float* k_norm, const float* angles, int pairs, int apart, float eps) {
   Shared& sh = *reinterpret_cast<Shared*>(own_memory(shared));
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, limit = width * PAGE;
   const unsigned rank = blockIdx.x % BLOCKS, one = blockIdx.x / BLOCKS;
@@ -326,7 +333,7 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
     grid_wait();
     if (index >= plan[0]) return;
   }
-  const Item item = is_planned ? Item{plan[4 + 2 * index], plan[5 + 2 * index], 1 << 30}
+  const Item item = is_planned ? Item{plan[4 + 2 * index], plan[5 + 2 * index], 1 << 30, 0}
                                : item_at(slots, positions, index, first, last, chunk, limit,
                                          window, most);
   Rows mine{heads + kv_heads + 1 + own_begin, own_end - own_begin,
@@ -358,9 +365,18 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   place_rows(sh, mine, item, places, positions, is_only, piece, num_heads, limit, window, most);
   __syncthreads();
   grid_wait();
-  sh.strands[warp].go_on(sh.from, state, lane);
-  stage_queries(sh, q, key_dim, scale, warp, lane);
-  __syncthreads();
+  if (FUSES && k != nullptr) {
+    const Raw raw{q, k, v, q_norm, k_norm, angles, key_base, value_base, pairs, apart, eps};
+    const Run run{item.start, item.fresh, max(item.fresh, start), end};
+    stage_raw({sh.q, sh.rows, sh.query, sh.token, sh.used}, run, raw, sh.from, sh.scratch[warp],
+              scale, warp, lane);
+    __syncthreads();
+    sh.strands[warp].go_on(sh.from, state, lane);
+  } else {
+    sh.strands[warp].go_on(sh.from, state, lane);
+    stage_queries(sh, q, key_dim, scale, warp, lane);
+    __syncthreads();
+  }
 
   Sums sums;
   go_through(sums, sh, state, cap, warp, lane);

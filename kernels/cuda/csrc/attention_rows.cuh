@@ -90,8 +90,8 @@ __device__ __forceinline__ unsigned warp_largest(unsigned x) {
 #endif
 }
 
-// A query on its way to fp16, which a warp holds: times a power of two that brings its largest value
-// to [128, 256).
+// A query on its way to fp16, which a warp holds: times a power of two that brings its largest
+// value to [128, 256).
 template <int DIM>
 struct Query {
   static constexpr int EACH = (DIM + 127) / 128;
@@ -127,7 +127,8 @@ struct Query {
         h.x = half_pair(v[i].x * up, v[i].y * up), h.y = half_pair(v[i].z * up, v[i].w * up);
         if (IN_FOURS) {
           half_bits* pairs = to + at / 16 * 16 + at % 16 / 2;
-          *reinterpret_cast<unsigned*>(pairs) = h.x, *reinterpret_cast<unsigned*>(pairs + 8) = h.y;
+          *reinterpret_cast<unsigned*>(pairs) = h.x;
+          *reinterpret_cast<unsigned*>(pairs + 8) = h.y;
         } else {
           *reinterpret_cast<uint2*>(to + at) = h;
         }

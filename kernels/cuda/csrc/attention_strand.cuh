@@ -197,7 +197,8 @@ struct Walk {
 };
 
 // With cp.async: STAGES steps are under way. Positions from `fresh` on are written by the kernel
-// before this one, so the first step that has any, and those behind it, are asked for after waiting.
+// before this one, so the first step that has any, and those behind it, are asked for after
+// waiting.
 struct CopiedSteps {
   KvTile tiles[STAGES][2];  // keys, values
 

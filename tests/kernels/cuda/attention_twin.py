@@ -200,9 +200,8 @@ def check_rope_store(
     k, v = (rng.standard_normal((4, 2 * dim), np.float32) for _ in range(2))
     turns = rng.standard_normal((4, pairs, 2), np.float32)
     angles, batch = put(turns), worlds[0].batch(worlds[0].tokens, 4)
-    once = heads.rope_store(
-        *(ops, put(q), put(k), put(v), angles, layout, worlds[0].cache, batch, 0, 1e-6, weights)
-    )
+    raw = put(q), put(k), put(v), angles, layout, worlds[0].cache, batch, 0, 1e-6, weights
+    once = heads.rope_store(ops, heads.RawHeads(*raw))
     parts = [put(q), put(k)]
     for i, weight in enumerate(weights):
         if weight is not None:
