@@ -1,4 +1,5 @@
 // From router logits to a token's experts and their weights, and the gates beside them.
+#include "early.cuh"
 #include "state_rows.cuh"
 
 using namespace voltapile;
@@ -272,8 +273,8 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
   }
 }
 
-// grid: (experts / PER_BLOCK + 1, tokens / 8), 256 threads, which share each row's columns; the last
-// block of these tokens chooses. What it waits for is a key itself, so there is neither a fence nor
+// grid: (experts / PER_BLOCK + 1, tokens / 8), 256 threads, which share rows' columns; the last block
+// of these tokens chooses. What it waits for is a key itself, so there is neither a fence nor
 // a ticket; blocks start in order, so the others have started. It chooses among nothing first, so
 // that its code is there when keys are. router: [experts][k], of -D KIND; k is a multiple of 4.
 // inbox: [tokens][experts], zeros between two launches; counts: [2][experts], of prompts' tokens
@@ -295,7 +296,7 @@ route(const float* x, const void* router, unsigned* inbox, int* chosen, float* w
   const bool is_there = place < count;
   Choice& own = reinterpret_cast<Choice*>(shared)[place];
 #pragma unroll 1
-  for (bool is_now = false, is_done = false; !is_done; is_done = is_now, is_now = true) {
+  for (bool is_now = !STARTS_EARLY, is_done = false; !is_done; is_done = is_now, is_now = true) {
     if (is_now) {
       grid_wait();
       if (is_there) collect(inbox + token * experts, own.keys, experts, crew);

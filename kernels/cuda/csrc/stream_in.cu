@@ -7,6 +7,7 @@
 // once in vain while the kernel before ends, so that it is there when streams are.
 // -D FORMAT of the three matrices; ROWS of a block of stream_down; TOKENS of a block.
 #include "attention_copies.cuh"
+#include "early.cuh"
 #include "grid.cuh"
 #include "row_sums.cuh"
 #include "stream_share.cuh"
@@ -131,7 +132,7 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
   const int first_token = blockIdx.y * TOKENS;
   const int end = TOKENS == 1 ? first_token + 1 : min(tokens, first_token + TOKENS);
 #pragma unroll 1
-  for (int begin = first_token - PASS; begin < end; begin += PASS) {
+  for (int begin = first_token - (STARTS_EARLY ? PASS : 0); begin < end; begin += PASS) {
     const bool is_now = begin >= first_token;  // else the norm's weights stand for tokens
     if (begin == first_token) grid_wait();
     const int here = PASS == 1 ? 1 : min(PASS, end - begin);
@@ -223,7 +224,7 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
 #pragma unroll
   for (int s = 0; s < STREAMS; ++s) weight[s] = norm[s * width + column];
 #pragma unroll 1
-  for (bool is_now = false, is_done = false; !is_done; is_done = is_now, is_now = true) {
+  for (bool is_now = !STARTS_EARLY, is_done = false; !is_done; is_done = is_now, is_now = true) {
     if (is_now) grid_wait();  // before that the norm's weights stand for all
     float* streams = x + static_cast<long long>(token) * STREAMS * width + column;
     const float* from = is_now ? streams : norm + column;
