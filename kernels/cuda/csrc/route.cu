@@ -273,7 +273,7 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
   }
 }
 
-// grid: (experts / PER_BLOCK + 1, tokens / 8), 256 threads, which share rows' columns; the last block
+// grid: (experts / PER_BLOCK + 1, tokens / 8), 256 threads, which share columns; the last block
 // of these tokens chooses. What it waits for is a key itself, so there is neither a fence nor
 // a ticket; blocks start in order, so the others have started. It chooses among nothing first, so
 // that its code is there when keys are. router: [experts][k], of -D KIND; k is a multiple of 4.
