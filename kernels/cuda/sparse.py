@@ -14,7 +14,7 @@ from voltapile.kernels.cuda.attention import LOG2E
 from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.pages import KINDS, PAGE_TOKENS, CudaKv
-from voltapile.kernels.families import INDEX_RING
+from voltapile.kernels.families import INDEX_RING, MAX_PROVISIONAL
 from voltapile.kernels.ops import Batch
 
 
@@ -106,21 +106,23 @@ def index_store(
     if not tokens:
         return
     where = table.shape[1], len(cache.ring)
-    tables = table, batch.slots, batch.positions
+    tables, long_rows = (table, batch.slots, batch.positions), batch.long_rows
+    stores = long_rows == 0 if long_rows >= 0 else tokens <= MAX_PROVISIONAL
     ops.kernel(POOL)(
         (tokens,),
         128,
         (
             *_pointers(keys, norm, frequencies, cache.ring, cache.pooled, *tables),
-            *map(np.int32, (dim, cache.shift, *where, len(frequencies))),
+            *map(np.int32, (dim, cache.shift, *where, len(frequencies), stores)),
             *(np.float32(rope[1]), np.float32(eps)),
         ),
     )
-    ops.kernel(RING)(
-        (tokens,),
-        128,
-        (*_pointers(keys, cache.ring, *tables), *map(np.int32, (tokens, dim, *where))),
-    )
+    if not stores:
+        ops.kernel(RING)(
+            (tokens,),
+            128,
+            (*_pointers(keys, cache.ring, *tables), *map(np.int32, (tokens, dim, *where))),
+        )
 
 
 def choose_blocks(

@@ -3,7 +3,7 @@
 //
 // A cache has for each page the keys of its last RING positions, by position % RING, and a key for
 // each of its blocks. Kernels of a layer come in order: index_pool reads the ring that index_ring
-// writes then.
+// writes then, or writes it itself.
 #include "block.cuh"
 #include "grid.cuh"
 #include "sparse_pages.cuh"
@@ -23,6 +23,15 @@ __device__ __forceinline__ int warp_sum(int x) {
 #else
   return warp_join(x, Add());
 #endif
+}
+
+// A token's key to its place in the ring.
+__device__ __forceinline__ void store_key(float* ring, const float* keys, int t, int page,
+                                          unsigned position, int dim) {
+  float* to = ring + key_of(page, RING, position % RING, dim);
+  const float* from = keys + static_cast<unsigned>(t * dim);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < dim; i += blockDim.x) to[i] = from[i];
 }
 
 // The sum of what the threads before this one have.
@@ -131,18 +140,22 @@ using namespace voltapile;
 // Of all: a block has 1 << shift positions.
 
 // grid: (tokens), 128 threads. pooled: [pages][PAGE >> shift][dim]. Of each block that a token
-// ends: the mean of its keys, normed, rotated by its first position.
+// ends: the mean of its keys, normed, rotated by its first position. stores: the ring is written
+// too; no slot may bring so many tokens that one takes the place of a key that another reads.
 extern "C" __global__ void __launch_bounds__(128, 1)
-index_pool(const float* keys, const float* norm, const float* inv_freq, const float* ring,
-           float* pooled, const int* table, const int* slots, const int* positions, int dim,
-           int shift, int width, int pages, int pairs, float scale, float eps) {
+index_pool(const float* keys, const float* norm, const float* inv_freq, float* ring, float* pooled,
+           const int* table, const int* slots, const int* positions, int dim, int shift, int width,
+           int pages, int pairs, int stores, float scale, float eps) {
   __shared__ float scratch[32], key[WIDEST];
   grid_launch();
   grid_wait();
   const int t = blockIdx.x, position = positions[t], slot = slots[t], block = 1 << shift;
-  if (((position + 1) & (block - 1)) != 0) return;
+  const bool is_end = ((position + 1) & (block - 1)) == 0;
+  if (!is_end && !stores) return;
   const int page = Pages{table, width, pages}.at(slot, position);
   if (page < 0) return;
+  if (stores) store_key(ring, keys, t, page, position, dim);
+  if (!is_end) return;
   const int first = position - block + 1;
   int own = 0;  // tokens of the block that this step brings, before this one
 #pragma unroll 1
@@ -193,10 +206,7 @@ index_ring(const float* keys, float* ring, const int* table, const int* slots,
                          (position + RING) / PAGE == position / PAGE;
   const int page = Pages{table, width, pages}.at(slot, position);
   if (is_passed || page < 0) return;
-  float* to = ring + key_of(page, RING, position % RING, dim);
-  const float* from = keys + static_cast<unsigned>(t * dim);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < dim; i += blockDim.x) to[i] = from[i];
+  store_key(ring, keys, t, page, position, dim);
 }
 
 // grid: (blocks of positions / (4 * KEYS), tokens), 128 threads. scores: [tokens][most]: of each

@@ -29,7 +29,7 @@ def test_sparse_attention(ops: Any, kv: str, head: int) -> None:  # noqa: F811
     own_kv = kv_cache(ops, 6, 2, PAGE, head, head, kv, kv)
     true_kv = REF.kv_cache(6, 2, PAGE, head, head, "f32", "f32")
     at = [0, 0]
-    for seed, counts in enumerate([(70, 3), (1, 1), (40, 37), (2, 1), (1, 90)]):
+    for seed, counts in enumerate([(70, 3), (1, 1), (40, 37), (2, 6), (1, 90)]):
         slots = [slot for slot in (0, 1) for _ in range(counts[slot])]
         positions = [at[slot] + i for slot in (0, 1) for i in range(counts[slot])]
         at = [a + n for a, n in zip(at, counts, strict=True)]
