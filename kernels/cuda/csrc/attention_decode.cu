@@ -358,18 +358,20 @@ attention_decode(const float* q, unsigned char* key_base, unsigned char* value_b
   }
   __syncthreads();
   Steps::State state(sh.from);
-  sh.strands[warp].begin(sh.from, state, item.fresh, lane);
+  const bool is_raw = FUSES && k != nullptr;
+  const Run run{item.start, item.fresh, max(item.fresh, start), end};
+  sh.strands[warp].begin(sh.from, state, is_raw && PATCHES ? 1 << 30 : item.fresh, lane);
   const Places places{((is_planned ? number * chunk : number) - item.begin) * num_heads * stride,
                       stride};
   const bool is_only = all.first == all.last;
   place_rows(sh, mine, item, places, positions, is_only, piece, num_heads, limit, window, most);
+  if (is_raw && PATCHES && has_fresh(sh.from, run)) wait_for_copies<0>();
   __syncthreads();
   grid_wait();
-  if (FUSES && k != nullptr) {
+  if (is_raw) {
     const Raw raw{q, k, v, q_norm, k_norm, angles, key_base, value_base, pairs, apart, eps};
-    const Run run{item.start, item.fresh, max(item.fresh, start), end};
-    stage_raw({sh.q, sh.rows, sh.query, sh.token, sh.used}, run, raw, sh.from, sh.scratch[warp],
-              scale, warp, lane);
+    stage_raw({sh.q, sh.rows, sh.query, sh.token, sh.used}, run, raw, sh.from, sh.strands,
+              sh.scratch[warp], scale, warp, lane);
     __syncthreads();
     sh.strands[warp].go_on(sh.from, state, lane);
   } else {

@@ -1,7 +1,8 @@
 // Heads of q, k and v as their product left them, for a kernel that attends at once: it norms and
 // rotates its queries on their way to shared memory, and the block that a fresh position belongs to
-// puts its key and value into the page. Where several blocks have the same position (rows of one
-// slot that are not computed together), each stores the same bits, and reads its own.
+// puts its key and value into the page, and among those that it has asked for already. Where
+// several blocks have the same position (rows of one slot that are not computed together), each
+// stores the same bits, and reads its own.
 #pragma once
 #include "attention_join.cuh"
 #include "attention_turn.cuh"
@@ -9,6 +10,7 @@
 namespace voltapile {
 
 constexpr bool FUSES = VP_ARCH >= 900 && COPIES;
+constexpr bool PATCHES = FUSES && TURNS == 1;  // in steps that were asked for
 
 struct Raw {
   const float *q, *k, *v;        // k: null where they are raw no longer
@@ -30,6 +32,14 @@ struct Run {
 __device__ __forceinline__ bool is_of_block(const Source& s, int p) {
   const unsigned at = p - s.first;
   return BLOCKS == 1 || (p >= s.first && at % Walk::ROUND / PAGE < 4 && at % PAGE < STEP);
+}
+
+// Whether any of them is.
+__device__ __forceinline__ bool has_fresh(const Source& s, const Run& run) {
+  bool has = false;
+#pragma unroll 1
+  for (int p = run.begin; p < run.end; ++p) has |= is_of_block(s, p);
+  return has;
 }
 
 // Where a row's query goes.
@@ -58,19 +68,27 @@ struct RawHead {
   }
 };
 
-__device__ __forceinline__ void store_fresh(const Raw& raw, const RawHead& head,
-                                            const Pages& where, const float* scratch) {
-  const int page = where.table[head.target / PAGE];
+template <class S>
+__device__ __forceinline__ void store_fresh(const Raw& raw, const RawHead& head, const Source& s,
+                                            S* strands, const float* scratch) {
+  const Pages& where = s.where;
+  const int p = head.target, page = where.table[p / PAGE];
   if (page < 0 || page >= where.pages) return;
   unsigned char* to = (head.is_value ? raw.values : raw.keys) +
                       (page * where.kv_heads + where.kv_head) * head_bytes(KIND, DIM);
-  store_head(to, scratch, KIND, head.target % PAGE, DIM);
+  store_head(spot_of(to, KIND, p % PAGE, DIM), scratch, KIND, DIM);
+  if constexpr (PATCHES) {
+    const int strand = static_cast<unsigned>(p - s.first) % Walk::ROUND / PAGE;
+    const unsigned step = static_cast<unsigned>(p - Walk(s, strand).p) / Walk::ROUND;
+    if (step < STAGES)
+      store_head(strands[strand].tiles[step][head.is_value].spot(p % STEP), scratch, KIND, DIM);
+  }
 }
 
 // A warp takes two heads at once. scratch: its own, for one. All threads meet afterwards.
 __device__ __forceinline__ void stage_raw(const Staged& to, const Run& run, const Raw& raw,
-                                          const Source& s, float* scratch, float scale, int warp,
-                                          int lane) {
+                                          const Source& s, Steps* strands, float* scratch,
+                                          float scale, int warp, int lane) {
   const Turns turns(raw.pairs, raw.apart);
   const int fresh = 2 * max(0, run.end - run.begin), jobs = fresh + to.used;
   const auto find = [&](int job) {
@@ -103,7 +121,7 @@ __device__ __forceinline__ void stage_raw(const Staged& to, const Run& run, cons
             query.template stage<KvTile::IN_FOURS>(to.q + head.target * PITCH, lane);
         if (lane == 0) to.rows[head.target].factor = power * scale;
       } else {
-        store_fresh(raw, head, s.where, scratch);
+        store_fresh(raw, head, s, strands, scratch);
       }
       __syncwarp();
     }

@@ -58,5 +58,5 @@ rope_store(float* q, const float* k, const float* v, const float* q_norm, const 
   unsigned char* to = (is_value ? values : keys) +
                       static_cast<long long>(page * kv_heads + number) * head_bytes(kind, dim);
   head.put(row, lane);
-  store_head(to, row, kind, place, dim);
+  store_head(spot_of(to, kind, place, dim), row, kind, dim);
 }

@@ -70,17 +70,16 @@ struct Head {
   }
 };
 
-// What lies at `row` goes to a place in a page. A call, since it is code that few warps run.
-__device__ __noinline__ void store_head(unsigned char* to, const float* row, int kind, int place,
-                                        int dim) {
+// What lies at `row` becomes part of the cache. A call, since it is code that few warps run.
+__device__ __noinline__ void store_head(Spot to, const float* row, int kind, int dim) {
   const int lane = threadIdx.x & 31;
 #pragma unroll 1
   for (int block = 0; 32 * block < dim; ++block) {
     const int d = 32 * block + lane;
     if (kind != F16)
-      store_integers(to, kind, place, dim, block, row[d]);
+      store_integers(to, kind, dim, block, row[d]);
     else if (d < dim)
-      store_half(to, place, dim, d, row[d]);
+      store_half(to, d, row[d]);
   }
 }
 
