@@ -15,6 +15,8 @@ from voltapile.kernels.cuda.launch import Instance
 
 ARCH = 90  # from which on
 FROM, MOST, ROOM = 9, 64, 32  # rows, up to which they are usual; those of a turn
+# Columns from which on records of tokens are worth a launch of their own; a late norm's cost none.
+STAGED_FROM = 8192
 CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_rows.cu
 CREWS = (16, 18, 20)  # warps of a block: even, since a gate and its up are neighbours'
 # Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.

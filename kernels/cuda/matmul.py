@@ -317,7 +317,9 @@ def _clusters(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
     numbers = task.columns, task.tokens, deal.room, launch.epilogue, launch.others
     ends = deal.first_other, deal.depth, deal.boxes
     with ops.scope():
-        own, other = records.made(ops, x, task.pair, bool(launch.others))
+        own, other = 0, 0
+        if late_norm(x) is not None or task.columns >= clusters.STAGED_FROM:
+            own, other = records.made(ops, x, task.pair, bool(launch.others))
         ops.kernel(clusters.CLUSTER[task.pair, deal.passes])(
             (deal.clusters * clusters.CLASSES, -(-task.tokens // deal.room)),
             32 * deal.crew,

@@ -18,41 +18,65 @@
 using namespace voltapile;
 
 #if VP_ARCH >= 900
-// All tokens of the block's chunks: records are copied, a chunk at a time, by the first warp, and
-// the chunk's bell tells; what has none is made here by all warps. Somebody must wait for each bell,
-// since a block must not end before.
+// Records of the block's chunks are copied, a chunk at a time, by the first warp; the chunk's bell
+// tells. Somebody must wait for each bell, since a block must not end before.
 template <class F>
-__device__ __forceinline__ void bring_tokens(const Launch& all, const std::uint8_t* records,
-                                             int all_tokens, const Memory<F>& memory, int slots,
+__device__ __forceinline__ void copy_tokens(const Launch& all, const std::uint8_t* records,
+                                            int all_tokens, const Memory<F>& memory, int slots,
+                                            int lane) {
+  constexpr int SIZE = CrewMemory<F>::Staged::PER_TOKEN;
+  if (lane >= slots) return;
+  const long long at =
+      static_cast<long long>(all.rank + CLASSES * lane) * all_tokens + all.first_token;
+  expect(memory.chunk_bell(lane), all.tokens * SIZE);
+  copy_whole(memory.slot(lane).memory, records + at * SIZE, all.tokens * SIZE,
+             memory.chunk_bell(lane));
+}
+
+// Where there are no records, all warps make what would have been copied. What comes from far away
+// is asked for SEVERAL at a time.
+template <class F>
+__device__ __forceinline__ void stage_tokens(const Launch& all, const Memory<F>& memory, int slots,
                                              int warp, int lane) {
   using M = CrewMemory<F>;
   using Staged = typename M::Staged;
+  const int count = slots * ROOM;
+  const float* x = all.x + static_cast<long long>(all.first_token) * all.k;
   if constexpr (Order<F>::IS_BLOCK) {
-    if (warp > 0 || lane >= slots) return;
-    const long long at =
-        static_cast<long long>(all.rank + CLASSES * lane) * all_tokens + all.first_token;
-    const int bytes = all.tokens * Staged::PER_TOKEN;
-    expect(memory.chunk_bell(lane), bytes);
-    copy_whole(memory.slot(lane).memory, records + at * Staged::PER_TOKEN, bytes,
-               memory.chunk_bell(lane));
+    constexpr int SEVERAL = 4;
+    for (int start = warp; start < count; start += SEVERAL * all.crew) {
+      float4 a[SEVERAL], b[SEVERAL];
+#pragma unroll
+      for (int i = 0; i < SEVERAL; ++i) {
+        const int at = min(start + i * all.crew, count - 1), token = min(at % ROOM, all.tokens - 1);
+        const int chunk = all.rank + CLASSES * (at / ROOM);
+        Staged::load_whole(x, token * all.k + chunk * M::COLUMNS, lane, a[i], b[i]);
+      }
+#pragma unroll 1
+      for (int at = start; at < min(start + SEVERAL * all.crew, count); at += all.crew) {
+        if (at % ROOM < all.tokens) memory.slot(at / ROOM).put(at % ROOM, a[0], b[0], lane);
+#pragma unroll
+        for (int i = 1; i < SEVERAL; ++i) a[i - 1] = a[i], b[i - 1] = b[i];
+      }
+    }
   } else {
-    for (int at = warp; at < slots * ROOM; at += all.crew) {
+    for (int at = warp; at < count; at += all.crew) {
       const int token = at % ROOM;
       if (token >= all.tokens) continue;
       Staged staged = memory.slot(at / ROOM);
       staged.units += 4 * token, staged.sums += token, staged.scales += token;
-      const float* x = all.x + static_cast<long long>(all.first_token + token) * all.k;
-      staged.stage(x, 1, all.k, (all.rank + CLASSES * (at / ROOM)) * M::COLUMNS, lane);
+      staged.stage(x + static_cast<long long>(token) * all.k, 1, all.k,
+                   (all.rank + CLASSES * (at / ROOM)) * M::COLUMNS, lane);
     }
-    __syncthreads();
   }
+  __syncthreads();
 }
 
 // A warp's chunks of a tile; what is fetched meanwhile goes to the places that become free.
 template <class F>
 __device__ __forceinline__ void multiply_chunks(const Launch& all, const Memory<F>& memory,
                                                 unsigned mask, const Work::Task& task,
-                                                Fetch<F>& fetch, int& place, bool is_first,
+                                                Fetch<F>& fetch, int& place, bool is_awaited,
                                                 int lane, Sums& total) {
   using M = CrewMemory<F>;
   using Raw = typename M::Raw;
@@ -61,7 +85,7 @@ __device__ __forceinline__ void multiply_chunks(const Launch& all, const Memory<
     weights = Place(all, mask, task.tile).begin(fetch.row_bytes) + all.rank * M::BYTES;
 #pragma unroll 1
   for (int n = task.from; n < task.to; ++n) {
-    if (Order<F>::IS_BLOCK && is_first) await(memory.chunk_bell(n), true);
+    if (Order<F>::IS_BLOCK && is_awaited) await(memory.chunk_bell(n), true);
     wait_for_chunk<0>(all.depth);
     __syncwarp();
     const std::uint8_t* first = weights + n * CLASSES * M::BYTES;
@@ -101,7 +125,13 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   __syncthreads();
   cluster_arrive();
   grid_wait();
-  if (work.rounds > 0) bring_tokens<F>(all, records, all_tokens, memory, work.slots, warp, lane);
+  const bool is_copied = Order<F>::IS_BLOCK && records != nullptr;
+  if (!is_copied) {
+    stage_tokens<F>(all, memory, work.slots, warp, lane);
+  } else if constexpr (Order<F>::IS_BLOCK) {
+    if (warp == 0 && work.rounds > 0)
+      copy_tokens<F>(all, records, all_tokens, memory, work.slots, lane);
+  }
   cluster_wait();  // all blocks have begun
 
   int place = 0;
@@ -110,7 +140,8 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
     const bool is_over = round == work.rounds;
     const Work::Task task = work.task(round);
     if (task.is_in)
-      multiply_chunks(all, memory, mask, task, fetch, place, round == 0, lane, total);
+      multiply_chunks(all, memory, mask, task, fetch, place, is_copied && round == 0, lane,
+                      total);
     if (round > 0) {
       // Whose bells are awaited by another warp must have seen them ring for the rounds before.
       if (is_over && work.shares(round - 1)) __syncthreads();

@@ -34,6 +34,12 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     clusters.deal.cache_clear()
 
 
+@pytest.fixture(params=[0, 1 << 20], ids=["records", "none"])
+def _staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether tokens come as records."""
+    monkeypatch.setattr(clusters, "STAGED_FROM", request.param)
+
+
 def both(ops: object, monkeypatch: pytest.MonkeyPatch, run: object) -> tuple[np.ndarray, ...]:
     """What clusters made, and the same from matmul_rows.cu."""
     got = run()  # type: ignore[operator]
@@ -44,6 +50,7 @@ def both(ops: object, monkeypatch: pytest.MonkeyPatch, run: object) -> tuple[np.
         return got, run()  # type: ignore[operator]
 
 
+@pytest.mark.usefixtures("_staged")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", clusters.FORMATS)
 def test_bits_are_those_of_rows(
@@ -94,6 +101,7 @@ def test_warps_may_drift_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(*got)
 
 
+@pytest.mark.usefixtures("_staged")
 def test_more_rows_than_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
     raw, x = random_raw("Q4_K", 100, 512), activations(37, 512)
@@ -103,6 +111,7 @@ def test_more_rows_than_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(*got)
 
 
+@pytest.mark.usefixtures("_staged")
 @pytest.mark.slow
 def test_two_formats_share_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
