@@ -18,34 +18,33 @@ using O = formats::OTHER;
 #endif
 constexpr bool IS_ALONE = ALONE;
 
-// Lane i gets the pair that comes `first` + i-th of those with this expert, or -1; and all of them
-// are counted. The whole warp calls.
-__device__ __forceinline__ int pair_with(const int* chosen, int pairs, int expert, int first,
-                                         int& count) {
-  const int lane = threadIdx.x & 31;
-  int mine = -1, next = lane < pairs ? chosen[lane] : -1;
-  count = 0;
-#pragma unroll 1
-  for (int base = 0; base < pairs; base += 32) {
-    unsigned same = __ballot_sync(ALL, next == expert);
-    const int ahead = base + 32 + lane;
-    next = ahead < pairs ? chosen[ahead] : -1;
-    int skip = first + lane - count;
-    count += __popc(same);
-    if (skip < 0 || skip >= __popc(same)) continue;
-#pragma unroll 1
-    while (skip-- > 0) same &= same - 1;
-    mine = base + __ffs(static_cast<int>(same)) - 1;
-  }
-  return mine;
-}
-
-// Of pairs with the expert of pair `own`, from the `first` on: lane i gets the i-th, and all are
-// counted; none if they are another block's. The whole warp calls.
+// Of pairs with the expert of pair `own`, from the `first` on: lane i gets the i-th, or -1, and all
+// are counted; none if they are another block's. The whole warp calls.
 __device__ __forceinline__ int twins_of(const int* chosen, int pairs, int own, int first,
                                         int& mine) {
-  int count;
-  mine = pair_with(chosen, pairs, chosen[own], first, count);
+  constexpr int SEVERAL = 4;  // times 32 pairs are asked for at once
+  const int lane = threadIdx.x & 31, expert = chosen[own];
+  int count = 0;
+  mine = -1;
+#pragma unroll 1
+  for (int base = 0; base < pairs; base += 32 * SEVERAL) {
+    int there[SEVERAL];
+#pragma unroll
+    for (int i = 0; i < SEVERAL; ++i) {
+      const int at = base + 32 * i + lane;
+      there[i] = at < pairs ? chosen[at] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < SEVERAL; ++i) {
+      unsigned same = __ballot_sync(ALL, there[i] == expert);
+      int skip = first + lane - count;
+      count += __popc(same);
+      if (skip < 0 || skip >= __popc(same)) continue;
+#pragma unroll 1
+      while (skip-- > 0) same &= same - 1;
+      mine = base + 32 * i + __ffs(static_cast<int>(same)) - 1;
+    }
+  }
   return first == 0 && __shfl_sync(ALL, mine, 0) != own ? 0 : count - first;
 }
 

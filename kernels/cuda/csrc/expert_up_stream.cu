@@ -7,9 +7,10 @@
 using namespace voltapile;
 
 #if VP_ARCH >= 800
-struct Columns {
+struct Columns {  // as they begin in an Expert
   const std::uint8_t *gate, *up;
 };
+static_assert(GATE == 0 && UP == 1 && sizeof(Expert) % 16 == 0 && sizeof(Columns) == 16);
 struct Guests : Seats {
   float factors[MOST_TOKENS];  // of what is written
 };
@@ -134,10 +135,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
   Columns* places = reinterpret_cast<Columns*>(shared);
 #pragma unroll 1
   for (int i = threadIdx.x; i < count; i += 32 * WARPS)
-    places[i] = {table[i].matrices[GATE], table[i].matrices[UP]};
+    copy_async(places + i, table[i].matrices + GATE, sizeof(Columns));
+  commit_copies();
   grid_wait();
   grid_launch();
   const int local = chosen[y] - first;
+  wait_for_copies<0>();
   __syncthreads();
   // No branch depends on what was chosen, so that what comes before the first copy of weights is
   // worked out while that is on its way.
