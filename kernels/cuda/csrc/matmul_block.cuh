@@ -4,80 +4,14 @@
 // Compiled without contraction, so that kernels for different numbers of tokens cannot round
 // differently: fmaf stands where it is meant.
 #pragma once
-#include "matmul_order.cuh"
+#include "matmul_alone.cuh"
 #include "matmul_stage.cuh"
 #include "unpack_k.cuh"
 
 namespace voltapile {
 
-#ifndef VP_EMULATION
-__device__ __forceinline__ __half2 pair_of(unsigned bits) {
-  return *reinterpret_cast<const __half2*>(&bits);
-}
-__device__ __forceinline__ unsigned half_mul(unsigned a, unsigned b) {
-  const __half2 product = __hmul2(pair_of(a), pair_of(b));
-  return *reinterpret_cast<const unsigned*>(&product);
-}
-__device__ __forceinline__ unsigned half_fma(unsigned a, unsigned b, unsigned c) {
-  const __half2 sum = __hfma2(pair_of(a), pair_of(b), pair_of(c));
-  return *reinterpret_cast<const unsigned*>(&sum);
-}
-#endif
-
-#if VP_ARCH >= 800
-// c += a b over 32 columns: what MASK leaves of a's bytes times signed ones.
-template <unsigned MASK>
-__device__ __forceinline__ void mma_codes(int (&c)[4], const unsigned (&a)[4], unsigned b0,
-                                          unsigned b1) {
-#ifdef VP_EMULATION
-  mma_bytes_32(c, a[0] & MASK, a[1] & MASK, a[2] & MASK, a[3] & MASK, b0, b1);
-#else
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0] & MASK), "r"(a[1] & MASK), "r"(a[2] & MASK), "r"(a[3] & MASK), "r"(b0), "r"(b1));
-#endif
-}
-#endif
-
-constexpr unsigned SHIFT_OF_PAIRS = 0xe480e480;  // -1152 twice: 1024 + 128
-
-// Words of shared memory that begin at a multiple of two bytes, the same one for a whole chunk.
-struct Words {
-  const std::uint8_t* memory;  // at a multiple of four
-  unsigned shift;
-
-  __device__ __forceinline__ Words() {}
-  __device__ __forceinline__ Words(const std::uint8_t* memory, int at)
-      : memory(memory + (at & ~3)), shift(8 * (at & 3)) {}
-  // offset: a multiple of four, so that nothing but what is known of it is added.
-  __device__ __forceinline__ unsigned at(int offset) const {
-    const unsigned* words = reinterpret_cast<const unsigned*>(memory + offset);
-    return __funnelshift_r(words[0], words[1], shift);
-  }
-};
-
 template <class F>
 struct Block;
-
-// The first 16 bytes of a block of Q4_K: d and the least, then six bits of each of 16 numbers.
-struct Heads {
-  uint4 v;
-
-  // Of groups 4 h .. 4 h + 3, a byte each.
-  __device__ __forceinline__ unsigned scales(int h) const {
-    return h ? (v.w & 0x0f0f0f0f) | (v.y >> 2 & 0x30303030) : v.y & 0x3f3f3f3f;
-  }
-  __device__ __forceinline__ unsigned minima(int h) const {
-    return h ? (v.w >> 4 & 0x0f0f0f0f) | (v.z >> 2 & 0x30303030) : v.z & 0x3f3f3f3f;
-  }
-  // Minima of groups 2 p and 2 p + 1, and again times 2^-11: one product with the tokens' sums.
-  __device__ __forceinline__ Unit minima_of(int p) const {
-    const unsigned pair = __byte_perm(minima(p >> 1), 0x64646464, p & 1 ? 0x4342 : 0x4140);
-    const unsigned two = half_add(pair, 0xe400e400);
-    return {{two, half_mul(two, 0x10001000), 0, 0}};
-  }
-};
 
 // Nibbles stay where they are: as halves they are q 2^-24 and q 2^-20. Sums of a group are exact
 // until its scale comes.
@@ -86,20 +20,15 @@ struct Block<formats::Q4_K> {
   using F = formats::Q4_K;
   static constexpr int LANE_UNITS = Tile::ROWS * Tile::UNITS;
 
-  // Byte `group` % 4 of four scales, for even groups; over 16 for odd ones.
   static __device__ __forceinline__ float scale_of(unsigned four, int group) {
-    // In a register, so that the selection is part of the instruction; no block is that large.
-    const unsigned magic = (group & 1 ? 0x49000000u : 0x4b000000u) | blockDim.x >> 16;
-    return __uint_as_float(__byte_perm(four, magic, 0x7440 + group % 4)) -
-           (group & 1 ? 524288.0f : 8388608.0f);
+    return Heads::scale_of(four, group);
   }
-
   static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
                                                   const int (&at)[Tile::ROWS],
                                                   const BlockTokens<F>& tokens, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
 #if VP_ARCH >= 800
-    if (tokens.is_alone()) return multiply_alone(memory, at, tokens.memory, tile, part);
+    if (tokens.is_alone()) return Alone<F>::multiply(memory, at, tokens.memory, tile, part);
 #endif
     Heads heads[Tile::ROWS];
 #pragma unroll
@@ -176,77 +105,6 @@ struct Block<formats::Q4_K> {
       }
     }
   }
-
-#if VP_ARCH >= 800
-  // The same bits for a token that is alone, in fewer instructions: sums of groups are exact either
-  // way. Columns of the tensor core are groups, instead of tokens: a lane has the codes of one run,
-  // which are two groups, and column n is zero but in the lanes that have group n.
-  static __device__ __forceinline__ void multiply_alone(const std::uint8_t* memory,
-                                                        const int (&at)[Tile::ROWS],
-                                                        const std::uint8_t* token,
-                                                        const Tile& tile,
-                                                        float (&part)[PASSES][Tile::VALUES]) {
-    using T = BlockTokens<F>;
-    // Sums go from a lane to the next, run by run: lane 0 has the last.
-    const int p = tile.unit(0), n = tile.token(), run = (p + 3) & 3, turned = run & 1;
-    uint4 b[4];  // upper bytes, lower ones
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      b[i] = *reinterpret_cast<const uint4*>(
-          token + (n >> 1 == p ? 64 * (2 * run + (n & 1)) + 16 * i : T::ZEROS));
-    // Of both bytes; what is in the other group's column is nobody's.
-    int even[2][4] = {}, odd[2][4] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint4 codes[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        codes[i] = *reinterpret_cast<const uint4*>(memory + at[i] + 16 + 32 * run +
-                                                   16 * (half ^ turned));
-#pragma unroll
-      for (int k = 0; k < 4; k += 2) {
-        const unsigned a[4] = {word_of(codes[0], k), word_of(codes[1], k),
-                               word_of(codes[0], k + 1), word_of(codes[1], k + 1)};
-#pragma unroll
-        for (int byte = 0; byte < 2; ++byte) {
-          const uint4& own = b[2 * byte + half];
-          mma_codes<0x0f0f0f0f>(even[byte], a, word_of(own, k), word_of(own, k + 1));
-          mma_codes<0xf0f0f0f0>(odd[byte], a, word_of(own, k), word_of(own, k + 1));
-        }
-      }
-    }
-    Heads heads[2];
-    float sum[2] = {}, scale[2][2], of_group[2][2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
-      const unsigned four = heads[i].scales(run >> 1);
-      scale[i][0] = scale_of(four, 2 * turned), scale[i][1] = scale_of(four, 2 * turned + 1);
-      of_group[i][0] = static_cast<float>(256 * even[0][2 * i] + even[1][2 * i]);
-      of_group[i][1] = static_cast<float>(256 * odd[0][2 * i + 1] + odd[1][2 * i + 1]);
-    }
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (step > 0) sum[i] = __shfl_sync(~0u, sum[i], (tile.lane & 28) | run);
-        sum[i] = fmaf(scale[i][0], of_group[i][0], sum[i]);
-        sum[i] = fmaf(scale[i][1], of_group[i][1], sum[i]);
-      }
-    const Unit least[2] = {heads[0].minima_of(p), heads[1].minima_of(p)};
-    const uint2 pair = T::sums(token, p);
-    const Unit sums{{pair.x, pair.y, 0, 0}};
-    float c[Tile::VALUES] = {};
-    Tile::multiply(c, least, &sums, 0);
-    const float factor = *reinterpret_cast<const float*>(token + T::SCALE);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 by = half_values(heads[i].v.x);
-      part[0][2 * i] = factor * fmaf(by.x * 0x1p-24f, sum[i], by.y * -64.0f * c[2 * i]);
-      part[0][2 * i + 1] = 0;
-    }
-  }
-#endif
 };
 
 // (q - 32) s as a half, rounded once; d and the rest of the powers of two come last.
@@ -358,6 +216,9 @@ struct Block<formats::Q8_0> {
                                                   const int (&at)[Tile::ROWS],
                                                   const BlockTokens<F>& tokens, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
+#if VP_ARCH >= 800
+    if (tokens.is_alone()) return Alone<F>::multiply(memory, at, tokens.memory, tile, part);
+#endif
     float sum[PASSES][Tile::VALUES] = {};
 #pragma unroll (IS_ASYNC ? 8 : 1)
     for (int group = 0; group < 8; ++group) {

@@ -24,6 +24,8 @@ __device__ __forceinline__ unsigned word_of(const uint4& v, int k) {
 }
 
 // Unit j (0..7) of lane p (0..3) is four columns from column(j, p) on and four from APART later.
+// EXACT_BITS: of tokens that are whole numbers times 2^-24, so many that sums of a group of 32 are
+// exact on whichever tensor core; 0 where tokens keep all bits of a half.
 template <class F>
 struct Order {
   static constexpr bool IS_BLOCK = false, SUMS = false;
@@ -33,8 +35,8 @@ struct Order {
 // 7) of a block is 16 bytes of nibbles, and lane p takes pieces p and 4 + p.
 template <>
 struct Order<formats::Q4_K> {
-  static constexpr bool IS_BLOCK = true, SUMS = true, NATURAL = false;
-  static constexpr int APART = IS_ASYNC ? 4 : 32;
+  static constexpr bool IS_BLOCK = true, SUMS = true, NATURAL = false, TURNS = true;
+  static constexpr int APART = IS_ASYNC ? 4 : 32, EXACT_BITS = IS_ASYNC ? 14 : 0;
   static __device__ __forceinline__ int column(int j, int p) {
     return IS_ASYNC ? 32 * j + 8 * p
                     : 128 * (j >> 2) + 64 * (p >> 1) + 16 * (p & 1) + 4 * (j & 3);
@@ -44,16 +46,16 @@ struct Order<formats::Q4_K> {
 // after word, but begins with word p, so that no two lanes meet a bank of shared memory.
 template <>
 struct Order<formats::Q6_K> {
-  static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = false;
-  static constexpr int APART = 64;
+  static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = false, TURNS = false;
+  static constexpr int APART = 64, EXACT_BITS = 0;
   static __device__ __forceinline__ int column(int j, int p) {
     return 128 * (p >> 1) + 32 * (j & 1) + 16 * (p & 1) + 4 * (((j >> 1) + p) & 3);
   }
 };
 template <>
 struct Order<formats::Q8_0> {
-  static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = true;
-  static constexpr int APART = 4;
+  static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = true, TURNS = false;
+  static constexpr int APART = 4, EXACT_BITS = 0;
   static __device__ __forceinline__ int column(int j, int p) { return 32 * j + 8 * p; }
 };
 
@@ -62,16 +64,15 @@ struct Order<formats::Q8_0> {
 //   sums    [4]: of Q4_K pairs for groups 2 p and 2 p + 1, over 2^6, and what they leave times 2^11
 //   scale   what sums of products are multiplied by
 // Their size is an odd number of 64 bytes, so that lanes that read together meet distinct banks.
-// From sm_80 on tokens of Q4_K are whole numbers times 2^-24, so that sums of a group are exact on
-// whichever tensor core; and one that is alone (room 1) is kept as bytes instead of units:
-//   groups  [8][2] its upper bytes, its lower ones: 32, of which in every other pair of groups the
-//           second 16 come first
+// If sums are exact, a token that is alone (room 1) is kept as bytes instead of units:
+//   groups  [8][2] its upper bytes, its lower ones: 32, of which the second 16 come first in every
+//           other pair of groups, if the order TURNS: so lanes meet no bank of those of weights
 //   zeros   16 behind the scale
 template <class F>
 struct BlockTokens {
   using O = Order<F>;
   static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544, ZEROS = 560;
-  static constexpr bool IS_EXACT = O::SUMS && IS_ASYNC;
+  static constexpr bool IS_EXACT = O::EXACT_BITS > 0;
   std::uint8_t* memory;
   int room;
 
@@ -115,8 +116,9 @@ struct BlockTokens {
   }
   // The whole warp puts what it loaded to its place.
   __device__ __forceinline__ void put(int token, float4 a, float4 b, int lane) const {
-    const float largest = largest_of_warp(fmaxf(largest_of(a), largest_of(b)));
-    const float2 scale = IS_EXACT ? exact_scales_for(largest) : scales_for(largest);
+    const float largest = largest_of_warp(larger_of(largest_of(a), largest_of(b)));
+    const float2 scale =
+        IS_EXACT ? exact_scales_for<O::EXACT_BITS>(largest) : scales_for(largest);
     Unit unit;
     const float low = pack_four<O::NATURAL>(a, scale.x, unit.r, nullptr);
     const float high = pack_four<O::NATURAL>(b, scale.x, unit.r + 2, nullptr);
@@ -181,13 +183,16 @@ struct BlockTokens {
     unsigned high[2], low[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 even = half_values(unit.r[2 * i]), odd = half_values(unit.r[2 * i + 1]);
-      const unsigned first = __byte_perm(whole(even.x), whole(odd.x), 0x5140);
-      const unsigned second = __byte_perm(whole(even.y), whole(odd.y), 0x5140);
+      const float2 x = half_values(unit.r[2 * i]), y = half_values(unit.r[2 * i + 1]);
+      const unsigned second_one = whole(O::NATURAL ? x.y : y.x);
+      const unsigned third = whole(O::NATURAL ? y.x : x.y);
+      const unsigned first = __byte_perm(whole(x.x), second_one, 0x5140);
+      const unsigned second = __byte_perm(third, whole(y.y), 0x5140);
       low[i] = __byte_perm(first, second, 0x5410) ^ 0x80808080;
       high[i] = __byte_perm(first, second, 0x7632);
     }
-    std::uint8_t* at = own + 64 * (lane >> 2) + 8 * ((lane & 3) ^ (lane >> 2 & 2));
+    const int turned = O::TURNS ? lane >> 2 & 2 : 0;
+    std::uint8_t* at = own + 64 * (lane >> 2) + 8 * ((lane & 3) ^ turned);
     *reinterpret_cast<uint2*>(at) = uint2{high[0], high[1]};
     *reinterpret_cast<uint2*>(at + 32) = uint2{low[0], low[1]};
     if (lane == 0) *reinterpret_cast<uint4*>(own + ZEROS) = uint4{0, 0, 0, 0};

@@ -16,8 +16,19 @@ __device__ __forceinline__ float4 four_columns(const float* row, int column, int
           column + 2 < k ? row[column + 2] : 0, column + 3 < k ? row[column + 3] : 0};
 }
 
+// Of two that are not negative; from sm_80 on what is no number is larger.
+__device__ __forceinline__ float larger_of(float a, float b) {
+#if VP_ARCH < 800
+  return fmaxf(a, b);
+#elif defined(VP_EMULATION)
+  return a >= b || a != a ? a : b;
+#else
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(a) : "f"(a), "f"(b));
+  return a;
+#endif
+}
 __device__ __forceinline__ float largest_of(float4 v) {
-  return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+  return larger_of(larger_of(fabsf(v.x), fabsf(v.y)), larger_of(fabsf(v.z), fabsf(v.w)));
 }
 
 // The largest of all lanes' numbers, of which none is negative: as bits they have the same order.
@@ -26,7 +37,7 @@ __device__ __forceinline__ float largest_of_warp(float x) {
   return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
 #else
 #pragma unroll
-  for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  for (int step = 16; step > 0; step >>= 1) x = larger_of(x, __shfl_xor_sync(~0u, x, step));
   return x;
 #endif
 }
@@ -38,12 +49,14 @@ __device__ __forceinline__ float2 scales_for(float largest) {
           __uint_as_float(static_cast<unsigned>(e - 14) << 23)};
 }
 
-// The same for multiples of the least half, 2^-24, of 14 bits: 2^(-11 - e) and its inverse. Sums of
-// what is that small are exact. From 2^116 on there is no such inverse: it shows as not finite.
+// The same for multiples of the least half, 2^-24, of so many bits: 2^(BITS - 25 - e) and its
+// inverse. From 2^(102 + BITS) on there is none: that shows as not finite, as does what is no
+// number.
+template <int BITS>
 __device__ __forceinline__ float2 exact_scales_for(float largest) {
   const int e = max(static_cast<int>(__float_as_uint(largest) >> 23), 27);
-  return {__uint_as_float(static_cast<unsigned>(max(243 - e, 0)) << 23),
-          __uint_as_float(static_cast<unsigned>(e < 243 ? e + 11 : 255) << 23)};
+  return {__uint_as_float(static_cast<unsigned>(max(229 + BITS - e, 0)) << 23),
+          __uint_as_float(static_cast<unsigned>(e < 229 + BITS ? e + 25 - BITS : 255) << 23)};
 }
 
 // Four values to two registers, and the sum of what they became.
@@ -96,13 +109,13 @@ struct Tokens {
       const bool is_there = token < tokens;
       const float* row = x + static_cast<long long>(is_there ? token : 0) * k;
       const float4 a = four_columns(row, first, k), b = four_columns(row, first + 16, k);
-      float largest = fmaxf(largest_of(a), largest_of(b));
+      float largest = larger_of(largest_of(a), largest_of(b));
       if constexpr (LANES == 32) {
         largest = largest_of_warp(largest);
       } else {
 #pragma unroll
         for (int step = LANES / 2; step > 0; step >>= 1)
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+          largest = larger_of(largest, __shfl_xor_sync(~0u, largest, step));
       }
       const float2 scale = scales_for(largest);
       Unit high, low;

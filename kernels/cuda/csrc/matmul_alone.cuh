@@ -1,0 +1,174 @@
+// Chunks of Q4_K and Q8_0 times a token that is alone, from sm_80 on: in whole numbers, with the
+// bits that matmul_block.cuh makes of it in company, since sums of a group are exact either way.
+//
+// Columns of the tensor core are the groups, instead of tokens: a lane takes the codes of one run,
+// which are two groups, and column n is zero but in the lanes that have group n. Compiled without
+// contraction: fmaf stands where it is meant.
+#pragma once
+#include "matmul_order.cuh"
+#include "matmul_words.cuh"
+
+#if VP_ARCH >= 800
+namespace voltapile {
+
+// c += a b over 32 columns of bytes; a is signed or not, b is.
+template <bool IS_SIGNED>
+__device__ __forceinline__ void mma_codes(int (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                          unsigned b1) {
+#ifdef VP_EMULATION
+  (IS_SIGNED ? mma_signed_32 : mma_bytes_32)(c, a[0], a[1], a[2], a[3], b0, b1);
+#else
+  if constexpr (IS_SIGNED)
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+// Sums of a lane's two groups, of both its rows.
+template <class F, bool IS_SIGNED>
+struct Groups {
+  using T = BlockTokens<F>;
+  int run;  // this lane's: they go from lane to lane, and lane 0 has the last
+  uint4 b[4];  // the token's upper bytes, its lower ones
+  int even[2][4] = {}, odd[2][4] = {};  // of both; what is in the other group's column is nobody's
+
+  __device__ __forceinline__ Groups(const std::uint8_t* token, const Tile& tile)
+      : run((tile.unit(0) + 3) & 3) {
+    const int n = tile.token();
+    const bool is_own = n >> 1 == tile.unit(0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      b[i] = *reinterpret_cast<const uint4*>(
+          token + (is_own ? 64 * (2 * run + (n & 1)) + 16 * i : T::ZEROS));
+  }
+  // Eight columns of each: words 2 k and 2 k + 1 of a group, of both rows in turn.
+  __device__ __forceinline__ void add(int k, const unsigned (&of_even)[4],
+                                      const unsigned (&of_odd)[4]) {
+#pragma unroll
+    for (int byte = 0; byte < 2; ++byte) {
+      const uint4& own = b[2 * byte + k / 2];
+      const unsigned b0 = word_of(own, 2 * (k & 1)), b1 = word_of(own, 2 * (k & 1) + 1);
+      mma_codes<IS_SIGNED>(even[byte], of_even, b0, b1);
+      mma_codes<IS_SIGNED>(odd[byte], of_odd, b0, b1);
+    }
+  }
+  // Those of all runs, times the scales of each, in order. Only lane 0's are whole.
+  __device__ __forceinline__ void join(const float (&scale)[2][2], const Tile& tile,
+                                       float (&sum)[2]) const {
+    float of_group[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      of_group[i][0] = static_cast<float>(256 * even[0][2 * i] + even[1][2 * i]);
+      of_group[i][1] = static_cast<float>(256 * odd[0][2 * i + 1] + odd[1][2 * i + 1]);
+      sum[i] = 0;
+    }
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (step > 0) sum[i] = __shfl_sync(~0u, sum[i], (tile.lane & 28) | run);
+        sum[i] = fmaf(scale[i][0], of_group[i][0], sum[i]);
+        sum[i] = fmaf(scale[i][1], of_group[i][1], sum[i]);
+      }
+  }
+};
+
+template <class F>
+struct Alone;
+
+template <>
+struct Alone<formats::Q4_K> {
+  using F = formats::Q4_K;
+
+  static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
+                                                  const int (&at)[Tile::ROWS],
+                                                  const std::uint8_t* token, const Tile& tile,
+                                                  float (&part)[PASSES][Tile::VALUES]) {
+    using T = BlockTokens<F>;
+    Groups<F, false> groups(token, tile);
+    const int p = tile.unit(0), turned = groups.run & 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 w[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        w[i] = *reinterpret_cast<const uint4*>(memory + at[i] + 16 + 32 * groups.run +
+                                               16 * (half ^ turned));
+#pragma unroll
+      for (int k = 0; k < 4; k += 2) {
+        const unsigned a[4] = {word_of(w[0], k), word_of(w[1], k), word_of(w[0], k + 1),
+                               word_of(w[1], k + 1)};
+        constexpr unsigned LOW = 0x0f0f0f0f, HIGH = 0xf0f0f0f0;
+        groups.add(2 * half + k / 2, {a[0] & LOW, a[1] & LOW, a[2] & LOW, a[3] & LOW},
+                   {a[0] & HIGH, a[1] & HIGH, a[2] & HIGH, a[3] & HIGH});
+      }
+    }
+    Heads heads[2];
+    float sum[2], scale[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
+      const unsigned four = heads[i].scales(groups.run >> 1);
+      scale[i][0] = Heads::scale_of(four, 2 * turned);
+      scale[i][1] = Heads::scale_of(four, 2 * turned + 1);
+    }
+    groups.join(scale, tile, sum);
+    const Unit least[2] = {heads[0].minima_of(p), heads[1].minima_of(p)};
+    const uint2 pair = T::sums(token, p);
+    const Unit sums{{pair.x, pair.y, 0, 0}};
+    float c[Tile::VALUES] = {};
+    Tile::multiply(c, least, &sums, 0);
+    const float factor = *reinterpret_cast<const float*>(token + T::SCALE);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 by = half_values(heads[i].v.x);
+      part[0][2 * i] = factor * fmaf(by.x * 0x1p-24f, sum[i], by.y * -64.0f * c[2 * i]);
+      part[0][2 * i + 1] = 0;
+    }
+  }
+};
+
+template <>
+struct Alone<formats::Q8_0> {
+  using F = formats::Q8_0;
+
+  static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
+                                                  const int (&at)[Tile::ROWS],
+                                                  const std::uint8_t* token, const Tile& tile,
+                                                  float (&part)[PASSES][Tile::VALUES]) {
+    Groups<F, true> groups(token, tile);
+    Words words[2][2];
+    float sum[2], scale[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int own = at[i / 2] + 68 * groups.run + 34 * (i & 1);
+      words[i / 2][i & 1] = Words(memory, own + 2);
+      scale[i / 2][i & 1] = half_value(*reinterpret_cast<const std::uint16_t*>(memory + own));
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      unsigned a[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        a[i & 1][i / 2] = words[i / 2 & 1][i & 1].at(8 * k + 4 * (i / 4));
+      groups.add(k, a[0], a[1]);
+    }
+    groups.join(scale, tile, sum);
+    const float factor = *reinterpret_cast<const float*>(token + BlockTokens<F>::SCALE);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      part[0][2 * i] = factor * (sum[i] * 0x1p-24f);
+      part[0][2 * i + 1] = 0;
+    }
+  }
+};
+
+}  // namespace voltapile
+#endif
