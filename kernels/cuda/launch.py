@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from voltapile.kernels.cuda.following import Following
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Launcher(Protocol):
 
     multiprocessors: int
     arch: int  # compute capability as 70, 75, 90: of the machine code that runs
+    following: Following
 
     def kernel(self, instance: Instance) -> Kernel: ...
 

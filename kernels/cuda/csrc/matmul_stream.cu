@@ -10,8 +10,7 @@
 // take; DEPTH; TEAMS; WARPS; THREADS that a multiprocessor's registers shall suffice for, more than
 // a block has, so that blocks of the next kernels find room beside it; TILES 1 and MANY 0.
 #include "grid.cuh"
-#include "matmul_ring.cuh"
-#include "norm_row.cuh"
+#include "matmul_norm.cuh"
 
 using namespace voltapile;
 
@@ -76,23 +75,34 @@ struct Vectors {
   }
 };
 
-template <class F>
-__device__ __forceinline__ int chunks_of(unsigned k) {
-  return k / RingMemory<F>::COLUMNS;
-}
+// What another product will read, for the cache, once this one has nothing more to ask memory for:
+// `count` units of `bytes`, a part of one for each warp.
+struct Following {
+  const std::uint8_t* from;
+  int bytes, count;
+
+  __device__ __forceinline__ void ask(int warp, int lane) const {
+    const int unit = blockIdx.x + threadIdx.x / (32 * WARPS) * gridDim.x, part = bytes / WARPS;
+    if (lane == 0 && unit < count)
+      prefetch_all(from + static_cast<long long>(unit) * bytes + warp * part, part);
+  }
+};
 
 // The next chunk of a warp that is to be fetched.
 template <class F>
 struct Ahead {
   using M = RingMemory<F>;
   using V = Vectors<F>;
+  static constexpr int NOWHERE = 0x7fffffff;
   const Units& units;
+  const Following& following;
   int unit, step, warp, lane, chunks, row_bytes, left = 0, tiles = 0;  // tiles of the unit to come
   const std::uint8_t* from;
   unsigned offsets[V::KEPT];  // of this lane's vectors from the chunk's first row
 
-  __device__ __forceinline__ Ahead(const Units& units, int unit, int step, int warp, int lane)
-      : units(units), unit(unit - step), step(step), warp(warp), lane(lane),
+  __device__ __forceinline__ Ahead(const Units& units, const Following& following, int unit,
+                                   int step, int warp, int lane)
+      : units(units), following(following), unit(unit - step), step(step), warp(warp), lane(lane),
         chunks(chunks_of<F>(units.all.k)), row_bytes(row_bytes_of<F>(units.all.k)) {
 #pragma unroll
     for (int turn = 0; turn < V::KEPT; ++turn) offsets[turn] = V::offset(lane, turn, row_bytes);
@@ -103,6 +113,9 @@ struct Ahead {
     if (unit < units.count) {
       if (left > 0) copy(place);
       if (--left <= 0) find();
+    } else if (unit < NOWHERE) {
+      unit = NOWHERE;
+      following.ask(warp, lane);
     }
     commit_copies();
   }
@@ -197,103 +210,11 @@ struct RowStarts {
   }
 };
 
-// What a token is normed with before it is multiplied, if anything. In shared memory: gain as it
-// lies, and sums of squares, [token][chunk].
-struct Norm {
-  const float* gain;  // or null
-  float eps, share;   // of a column in the mean
-  float *gains, *sums;
-
-  // So early that it is there when it is needed.
-  __device__ __forceinline__ void ask(int columns) const {
-#pragma unroll 1
-    for (int i = 4 * threadIdx.x; i < columns; i += 128 * TEAMS * WARPS)
-      copy_async(gains + i, gain + i, 16);
-  }
-};
-
-// All tokens' columns, to `memory`. Each token's part of a chunk is an item, and lies behind the
-// one before it; a warp takes every STEP-th, and SEVERAL are on their way at a time. To be normed,
-// items are read twice, unless SEVERAL are all: they are added up in the order of norm_row.cuh.
-template <class F>
-__device__ __forceinline__ void stage_blocks(const Product& all, const Norm& norm,
-                                             std::uint8_t* memory, int first, int lane) {
-  using M = RingMemory<F>;
-  using O = Order<F>;
-  constexpr int SEVERAL = 2, STEP = TEAMS * WARPS;
-  constexpr bool IS_IN_ORDER = O::APART == 4;
-  const int size = M::tokens_bytes(all.tokens), chunks = chunks_of<F>(all.k);
-  const int count = all.tokens * chunks, column = O::column(lane >> 2, lane & 3);
-  const float* own = all.x + column;
-  bool adds_up = norm.gain != nullptr;
-  int item = first;
-#pragma unroll 1
-  while (adds_up || item < count) {
-    float4 a[SEVERAL], b[SEVERAL];
-    const float* from = IS_IN_ORDER || !adds_up ? own : all.x + 8 * lane;
-    const int apart = IS_IN_ORDER || !adds_up ? O::APART : 4;
-#pragma unroll
-    for (int i = 0; i < SEVERAL; ++i) {
-      if (item + i * STEP >= count) break;
-      a[i] = *reinterpret_cast<const float4*>(from + (item + i * STEP) * RUN);
-      b[i] = *reinterpret_cast<const float4*>(from + (item + i * STEP) * RUN + apart);
-    }
-    if (adds_up) {
-#pragma unroll
-      for (int i = 0; i < SEVERAL; ++i) {
-        if (item + i * STEP >= count) break;
-        const float sum = warp_join(squares_of(a[i], b[i]), Add());
-        if (lane == 0) norm.sums[item + i * STEP] = sum;
-      }
-      const bool is_first = item == first;
-      item += SEVERAL * STEP;
-      if (item < count) continue;
-      adds_up = false;
-      item = first;
-      wait_for_copies<DEPTH>();  // gains
-      __syncthreads();
-      if (!IS_IN_ORDER || !is_first) continue;
-    }
-#pragma unroll 1
-    for (; item < count; item += STEP) {
-      int token = 0, chunk = item;
-      while (chunk >= chunks) ++token, chunk -= chunks;
-      if (norm.gain != nullptr) {
-        const float* gains = norm.gains + chunk * RUN + column;
-        const float factor =
-            norm_factor(norm.sums + token * chunks, chunks, norm.share, norm.eps, lane);
-        a[0] = scaled(scaled(a[0], *reinterpret_cast<const float4*>(gains)), factor);
-        b[0] = scaled(scaled(b[0], *reinterpret_cast<const float4*>(gains + O::APART)), factor);
-      }
-      typename M::Staged(memory + chunk * size, all.tokens).put(token, a[0], b[0], lane);
-#pragma unroll
-      for (int i = 1; i < SEVERAL; ++i) a[i - 1] = a[i], b[i - 1] = b[i];
-      const int next = item + SEVERAL * STEP;
-      if (next >= count) continue;
-      a[SEVERAL - 1] = *reinterpret_cast<const float4*>(own + next * RUN);
-      b[SEVERAL - 1] = *reinterpret_cast<const float4*>(own + next * RUN + O::APART);
-    }
-  }
-}
-
-template <class F>
-__device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
-                                      int chunk, int lane) {
-  using M = RingMemory<F>;
-  if constexpr (Order<F>::IS_BLOCK) {
-    stage_blocks<F>(all, norm, memory, chunk, lane);
-  } else {  // which are not asked to norm
-    const int size = M::tokens_bytes(all.tokens), chunks = chunks_of<F>(all.k);
-    for (; chunk < chunks; chunk += TEAMS * WARPS)
-      typename M::Staged(memory + chunk * size, all.tokens)
-          .stage(all.x, all.tokens, all.k, chunk * M::COLUMNS, lane);
-  }
-}
-
 // All units of this block: those of the matrices in `mask`, dealt to blocks `block` of `blocks`.
 template <class F>
-__device__ __forceinline__ void stream(const Product& all, Norm norm, unsigned mask, int block,
-                                       int blocks, std::uint8_t* shared) {
+__device__ __forceinline__ void stream(const Product& all, Norm norm, const Following& following,
+                                       unsigned mask, int block, int blocks,
+                                       std::uint8_t* shared) {
   using M = RingMemory<F>;
   using Raw = typename M::Raw;
   const int lane = threadIdx.x & 31, warp_of_block = threadIdx.x >> 5;
@@ -311,7 +232,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, unsigned m
   const Units units(all, mask);
   const int step = TEAMS * blocks;
   int unit = block + team * blocks;
-  Ahead<F> ahead(units, unit, step, warp, lane);
+  Ahead<F> ahead(units, following, unit, step, warp, lane);
   if (norm.gain != nullptr) norm.ask(all.k);
 #pragma unroll 1
   for (int i = -1; i < DEPTH; ++i) ahead.fetch(ring + i * Raw::SIZE);
@@ -361,7 +282,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                   const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
                   const float* x, int k, int tokens, int epilogue, int others, int first_other,
-                  const float* gain, float eps, float share) {
+                  const float* gain, float eps, float share, const std::uint8_t* next,
+                  int next_bytes, int next_count) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
@@ -370,11 +292,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      {weights2, bias2, out2, rows2}},
                     x, k, tokens, tokens, static_cast<Epilogue>(epilogue)};
   const Norm norm{gain, eps, share};
+  const Following following{next, next_bytes, next_count};
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
-    stream<formats::OTHER>(all, norm, others, block - first_other, blocks - first_other, shared);
+    stream<formats::OTHER>(all, norm, following, others, block - first_other, blocks - first_other,
+                           shared);
   else
-    stream<formats::FORMAT>(all, norm, ~others & 7, block, IS_SAME ? blocks : first_other, shared);
+    stream<formats::FORMAT>(all, norm, following, ~others & 7, block,
+                            IS_SAME ? blocks : first_other, shared);
 #endif
 }
