@@ -30,6 +30,10 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
         self.porter, self._pinned = Porter(self), list[Pinned]()
         self._stages: list[Stage] = []
 
+    def _catch_up(self) -> None:
+        super()._catch_up()
+        self.add_to_streams()
+
     def table(self, values: np.ndarray) -> DeviceArray:
         raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         ptr, owner = self._weights.take(raw.nbytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from voltapile.kernels.cuda import streams
 from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.spread import spread
@@ -57,7 +58,8 @@ def stream_in(
     outs: tuple[DeviceArray, DeviceArray | None],
     eps: float,
 ) -> None:
-    """outs: [T, D]; [T, S] or nothing. Every row has the bits that it has alone."""
+    """outs: [T, D]; [T, S] or nothing. Every row has the bits that it has alone. What comes before
+    may lie where something else is made: then it is added first."""
     down, up, norm = (_own(each) for each in (mix.down, mix.up, mix.norm))
     out, injected = outs
     (tokens, width), low = out.shape, down.shape[0]
@@ -69,14 +71,23 @@ def stream_in(
     if not tokens:
         return
     inject = down if mix.inject is None else _own(mix.inject)
-    streams = x.ptr, *((0, 0) if before is None else (each.ptr for each in before)), norm.ptr
     sizes = tokens, width, low, injects
     with ops.scope():
         parts = ops.scratch((tokens, STREAMS, low + injects))
-        found = parts.ptr, ops.scratch((tokens, STREAMS)).ptr
-        _go_down(ops, (*streams, down.ptr, inject.ptr, *found), down.type_name, sizes, eps)
+        factors = ops.scratch((tokens, STREAMS))
+        made = [each for each in (out, injected, parts, factors) if each is not None]
+        if before is not None and not all(_are_apart(a, b) for a in before for b in made):
+            streams.stream_add_(ops, x, *before)
+            before = None
+        added = (0, 0) if before is None else (before[0].ptr, before[1].ptr)
+        read, found = (x.ptr, *added, norm.ptr), (parts.ptr, factors.ptr)
+        _go_down(ops, (*read, down.ptr, inject.ptr, *found), down.type_name, sizes, eps)
         ends = out.ptr, 0 if injected is None else injected.ptr
-        _come_up(ops, (*streams, up.ptr, *found, *ends), up.type_name, sizes)
+        _come_up(ops, (*read, up.ptr, *found, *ends), up.type_name, sizes)
+
+
+def _are_apart(one: DeviceArray, other: DeviceArray) -> bool:
+    return bool(one.ptr + one.nbytes <= other.ptr or other.ptr + other.nbytes <= one.ptr)
 
 
 def _go_down(

@@ -10,7 +10,7 @@ import numpy as np
 from voltapile.kernels.cuda import experts, matmul
 from voltapile.kernels.cuda.families import CudaFamilies
 from voltapile.kernels.cuda.file_table import NUMBER, FileTable, Stage
-from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.cuda.launch import DeviceArray, Instance, Kernel
 from voltapile.kernels.cuda.states import Porter
 from voltapile.shm.formats import row_bytes
 
@@ -21,6 +21,14 @@ class EmulatedFamilies(CudaFamilies, EmulatedOps):
     alone: int | None = None  # see CudaFamilies' Host
     staged = 8192  # rows of a table in a file that are read at once
     prompt_policy = matmul.EVERY_ROW_ALONE
+
+    def kernel(self, instance: Instance) -> Kernel:
+        self.add_to_streams()
+        return super().kernel(instance)
+
+    def to_host(self, x: DeviceArray) -> np.ndarray:
+        self.add_to_streams()
+        return super().to_host(x)
 
     def table(self, values: np.ndarray) -> DeviceArray:
         return self.array(values)

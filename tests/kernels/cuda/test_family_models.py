@@ -114,12 +114,13 @@ def _method(name: str) -> Callable[..., Any]:
         made = getattr(self.kernels, name)(
             *(self.own(each) for each in args), **{k: self.own(v) for k, v in named.items()}
         )
+        self.kernels.add_to_streams()  # the reference goes on
         return self.back(made)
 
     return call
 
 
-HOST = {"ngram_expect"}  # arrays of the host's stay as they are
+HOST = {"ngram_expect", "add_to_streams"}  # arrays of the host's stay as they are
 for _name in [n for n in vars(CudaFamilies) if not n.startswith("_") and n not in HOST]:
     setattr(Mixed, _name, _method(_name))
 

@@ -83,6 +83,39 @@ def test_prompts_go_another_way(plain: Any, monkeypatch: pytest.MonkeyPatch) -> 
         )
 
 
+def test_streams_are_added_to_late(plain: Any) -> None:  # noqa: F811
+    """By the next mix of the same streams, or before anything else is launched; with the same bits.
+    What is added may lie where the mix writes."""
+    width, low, tokens = 64, 32, 3
+    mine, _ = mix_of(plain, "F16", width, low, 4)
+    values = normal(7, tokens, 4 * width), normal(9, tokens, 4), normal(8, tokens, width)
+    x, inject, y = map(plain.array, values)
+    expected = plain.stream_in(x, (inject, y), mine, width, 1e-6)
+
+    def launched(since: int) -> list[str]:
+        return [instance.function for instance, _, _ in plain.launched[since:]]
+
+    for is_other in (False, True):
+        own, other, since = plain.array(values[0]), plain.array(values[0]), len(plain.launched)
+        assert plain.stream_add_(own, inject, y) is own
+        assert launched(since) == []
+        if is_other:
+            plain.stream_in(other, None, mine, width, 1e-6)
+            assert launched(since) == ["stream_add", "stream_down", "stream_up"]
+            continue
+        found = plain.stream_in(own, None, mine, width, 1e-6)
+        assert launched(since) == ["stream_down", "stream_up"]
+        for one, two in zip((own, *found), (x, *expected), strict=True):
+            np.testing.assert_array_equal(plain.to_host(one), plain.to_host(two))
+
+    own, since = plain.array(values[0]), len(plain.launched)
+    outs = plain.array(values[2]), plain.array(values[1])
+    mixes.stream_in(plain, own, (outs[1], outs[0]), mine, outs, 1e-6)
+    assert launched(since) == ["stream_add", "stream_down", "stream_up"]
+    for one, two in zip((own, *outs), (x, *expected), strict=True):
+        np.testing.assert_allclose(plain.to_host(one), plain.to_host(two), rtol=2e-6, atol=2e-6)
+
+
 def test_other_formats_do_not_fit(plain: Any) -> None:  # noqa: F811
     mine, _ = mix_of(plain, "Q8_0", 64, 32, 4)
     other, _ = mix_of(plain, "F16", 64, 32, 4)
