@@ -12,6 +12,7 @@ namespace voltapile {
 
 constexpr int RING = 16;
 constexpr int WIDEST = 256;  // key
+constexpr int THREADS = 128, EACH = WIDEST / THREADS;  // of index_pool, and keys' values of each
 constexpr int DIGIT = 10, DIGITS = 2 << DIGIT;  // bits, and values
 constexpr int CHOOSERS = 512;                   // threads that choose
 constexpr int LANES = 8, HEADS = 4, ROUNDS = 4;  // of a key, at once, and times 4 keys of a warp
@@ -32,6 +33,17 @@ __device__ __forceinline__ void store_key(float* ring, const float* keys, int t,
   const float* from = keys + static_cast<unsigned>(t * dim);
 #pragma unroll 1
   for (int i = threadIdx.x; i < dim; i += blockDim.x) to[i] = from[i];
+}
+
+// Cosines and sines of a position's pairs, as rope.cu makes them, times `scale`.
+__device__ __forceinline__ void find_turns(float2* turns, const float* inv_freq, int pairs,
+                                           int position, float scale) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < pairs; i += THREADS) {
+    double sine, cosine;
+    sincos(static_cast<double>(static_cast<float>(position) * inv_freq[i]), &sine, &cosine);
+    turns[i] = {static_cast<float>(cosine) * scale, static_cast<float>(sine) * scale};
+  }
 }
 
 // The sum of what the threads before this one have.
@@ -141,56 +153,62 @@ using namespace voltapile;
 
 // grid: (tokens), 128 threads. pooled: [pages][PAGE >> shift][dim]. Of each block that a token
 // ends: the mean of its keys, normed, rotated by its first position. stores: the ring is written
-// too; no slot may bring so many tokens that one takes the place of a key that another reads.
-extern "C" __global__ void __launch_bounds__(128, 1)
+// too; no slot may bring so many tokens that one takes the place of a key that another reads. What
+// earlier steps left is read ahead.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 index_pool(const float* keys, const float* norm, const float* inv_freq, float* ring, float* pooled,
            const int* table, const int* slots, const int* positions, int dim, int shift, int width,
            int pages, int pairs, int stores, float scale, float eps) {
   __shared__ float scratch[32], key[WIDEST];
+  __shared__ float2 turns[WIDEST / 2];
   grid_launch();
-  grid_wait();
   const int t = blockIdx.x, position = positions[t], slot = slots[t], block = 1 << shift;
-  const bool is_end = ((position + 1) & (block - 1)) == 0;
-  if (!is_end && !stores) return;
-  const int page = Pages{table, width, pages}.at(slot, position);
-  if (page < 0) return;
-  if (stores) store_key(ring, keys, t, page, position, dim);
-  if (!is_end) return;
-  const int first = position - block + 1;
-  int own = 0;  // tokens of the block that this step brings, before this one
+  const int page = Pages{table, width, pages}.at(slot, position), first = position - block + 1;
+  const bool is_end = (first & (block - 1)) == 0 && page >= 0;
+  float sum[EACH] = {}, weight[EACH] = {};
+  int past = block - 1;  // tokens of the block that an earlier step brought, in the end
+  if (is_end) {
 #pragma unroll 1
-  while (own < block - 1 && t - own > 0 && slots[t - own - 1] == slot) ++own;
-  float squares = 0.0f;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < dim; i += blockDim.x) {
-    float sum = 0.0f;
+    for (int i = t; past > 0 && i > 0 && slots[i - 1] == slot; --i) --past;
+    find_turns(turns, inv_freq, pairs, first, scale);
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const int i = threadIdx.x + THREADS * n;
+      if (i >= dim) continue;
+      weight[n] = norm[i];
 #pragma unroll 4
-    for (int j = 0; j < block; ++j) {
-      const int back = block - 1 - j;
-      sum += *(back <= own ? keys + static_cast<unsigned>((t - back) * dim + i)
-                           : ring + key_of(page, RING, (first + j) % RING, dim) + i);
+      for (int j = 0; j < past; ++j)
+        sum[n] += ring[key_of(page, RING, (first + j) % RING, dim) + i];
     }
-    key[i] = sum * __int_as_float((127 - shift) << 23);  // 1 / block
-    squares += key[i] * key[i];
+  }
+  grid_wait();
+  if (stores && page >= 0) store_key(ring, keys, t, page, position, dim);
+  if (!is_end) return;
+  float squares = 0.0f;
+#pragma unroll
+  for (int n = 0; n < EACH; ++n) {
+    const int i = threadIdx.x + THREADS * n;
+    if (i >= dim) continue;
+#pragma unroll 4
+    for (int j = past; j < block; ++j)
+      sum[n] += keys[static_cast<unsigned>((t - (block - 1 - j)) * dim + i)];
+    sum[n] *= __int_as_float((127 - shift) << 23);  // 1 / block
+    squares += sum[n] * sum[n];
   }
   const float factor = 1.0f / sqrtf(block_join(squares, scratch, Add()) / dim + eps);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < dim; i += blockDim.x) key[i] *= factor * norm[i];
+#pragma unroll
+  for (int n = 0; n < EACH; ++n)
+    if (const int i = threadIdx.x + THREADS * n; i < dim) key[i] = sum[n] * (factor * weight[n]);
   __syncthreads();
   const int per_page = PAGE >> shift;
   float* out = pooled + key_of(page, per_page, (position >> shift) & (per_page - 1), dim);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < dim; i += blockDim.x) {
-    if (i >= 2 * pairs) {
-      out[i] = key[i];
-      continue;
-    }
+  for (int i = threadIdx.x; i < dim; i += THREADS) {
     const int pair = i < pairs ? i : i - pairs;
-    double sine, cosine;  // as rope.cu does it
-    sincos(static_cast<double>(static_cast<float>(first) * inv_freq[pair]), &sine, &cosine);
-    const float c = static_cast<float>(cosine) * scale, s = static_cast<float>(sine) * scale;
-    out[i] = i < pairs ? key[pair] * c - key[pair + pairs] * s
-                       : key[pair] * s + key[pair + pairs] * c;
+    const float2 turn = i < 2 * pairs ? turns[pair] : float2{1.0f, 0.0f};
+    out[i] = i >= 2 * pairs ? key[i]
+             : i < pairs    ? key[pair] * turn.x - key[pair + pairs] * turn.y
+                            : key[pair] * turn.y + key[pair + pairs] * turn.x;
   }
 }
 
@@ -217,20 +235,23 @@ index_scores(const float* q, const float* pooled, const int* table, const int* s
              const int* positions, float* scores, int heads, int dim, int shift, int width,
              int pages, int most, int chosen) {
   grid_launch();
-  grid_wait();
   const int t = blockIdx.y, whole = min((positions[t] + 1) >> shift, most), slot = slots[t];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, per_page = PAGE >> shift;
   const int first = (blockIdx.x * 4 + warp) * KEYS;
-  if ((whole <= chosen) | (first >= whole) | (slot < 0)) return;  // what it takes comes together
+  const bool has_keys = whole > chosen && first < whole;
   const float4* key[ROUNDS];
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
     const int index = min(first + 4 * i + lane / LANES, whole - 1);
-    const int page = Pages{table, width, pages}.at(slot, index << shift);
+    const int page = has_keys ? Pages{table, width, pages}.at(slot, index << shift) : -1;
     key[i] = page < 0 ? nullptr
                       : reinterpret_cast<const float4*>(
                             pooled + key_of(page, per_page, index & (per_page - 1), dim));
+    if (page >= 0)
+      for (int c = 2 * (lane % LANES); c < dim / 4; c += 2 * LANES) prefetch(key[i] + c);
   }
+  grid_wait();
+  if (!has_keys) return;
   const int wide = dim / 4;
   const float4* own = reinterpret_cast<const float4*>(q) + static_cast<unsigned>(t * heads * wide);
   float total[ROUNDS] = {};
@@ -265,10 +286,10 @@ index_choose(const float* scores, const int* positions, int* blocks, int* counts
   __shared__ int digits[DIGITS], sums[32], of_warps[2][32];
   __shared__ Cut shared_cut;
   grid_launch();
-  grid_wait();
   const int t = blockIdx.x, whole = min((positions[t] + 1) >> shift, most);
   const unsigned* own = reinterpret_cast<const unsigned*>(scores) + static_cast<unsigned>(t * most);
   blocks += static_cast<unsigned>(t * chosen);
+  grid_wait();
   if (threadIdx.x == 0) counts[t] = min(whole, chosen);
   if (whole <= chosen) {
 #pragma unroll 1
