@@ -118,7 +118,7 @@ def _logits(ops: Launcher, x: DeviceArray, router: CudaWeight, is_rounded: bool)
     (tokens, columns), experts = x.shape, router.shape[0]
     logits = ops.scratch((tokens, experts))
     ops.kernel(ROUTE_MANY[router.type_name])(
-        (_groups(experts, 128), _groups(tokens, 16)),
+        (_groups(experts, 128), _groups(tokens, 32)),
         128,
         (
             *(x.ptr, router.ptr, logits.ptr),

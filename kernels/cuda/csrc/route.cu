@@ -306,67 +306,71 @@ route(const float* x, const void* router, unsigned* inbox, int* chosen, float* w
   }
 }
 
-// grid: (experts / 128, tokens / 16), 128 threads: logits of prompts' rows. A warp has four tokens,
-// a lane experts lane, lane + 32, ... of 128; columns come by 32. k is a multiple of 4.
-extern "C" __global__ void __launch_bounds__(128)
+// grid: (experts / 128, tokens / 32), 128 threads: logits of prompts. A warp has eight tokens, a lane
+// experts lane, lane + 32, ... of 128; columns come by 32, to one of two places. k is a
+// multiple of 4.
+extern "C" __global__ void __launch_bounds__(128, 2)
 route_many(const float* x, const void* router, float* logits, int experts, int tokens, int k,
            int is_rounded) {
-  constexpr int COLUMNS = 32, STRIDE = COLUMNS + 4, ROWS = 128, ROUND = 16;
-  __shared__ __align__(16) float rows[ROWS * STRIDE], own[16 * STRIDE];
+  constexpr int COLUMNS = 32, STRIDE = COLUMNS + 4, ROWS = 128, OWN = 8, ROUND = 16;
+  __shared__ __align__(16) float held[2][(ROWS + 4 * OWN) * STRIDE];
   grid_launch();
   grid_wait();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int first = blockIdx.x * ROWS, token = blockIdx.y * 16;
+  const int first = blockIdx.x * ROWS, token = blockIdx.y * 4 * OWN;
   // What this thread loads of each 16 rows: four columns of one.
   const int row = threadIdx.x >> 3, column = 4 * (threadIdx.x & 7);
-  const float4* from = reinterpret_cast<const float4*>(
-      x + static_cast<long long>(min(token + row, tokens - 1)) * k + column);
-  const auto weight = [&](int i, int start) {
-    const long long at = static_cast<long long>(min(first + ROUND * i + row, experts - 1)) * k;
-    return start + column < k ? four_of(router, at + start + column)
-                              : make_float4(0, 0, 0, 0);
-  };
-  const auto value = [&](int start) {
-    return start + column < k ? from[start / 4] : make_float4(0, 0, 0, 0);
-  };
-  float4 w[ROWS / ROUND], v = value(0);
+  float4 w[ROWS / ROUND], v[4 * OWN / ROUND];
+  const auto load = [&](int start) {
+    const int at = start + column;
 #pragma unroll
-  for (int i = 0; i < ROWS / ROUND; ++i) w[i] = weight(i, 0);
-  float sum[4][4] = {};
-  for (int start = 0; start < k; start += COLUMNS) {
-    __syncthreads();  // what was read may be overwritten
+    for (int i = 0; i < ROWS / ROUND; ++i) {
+      const long long from = static_cast<long long>(min(first + ROUND * i + row, experts - 1)) * k;
+      w[i] = at < k ? four_of(router, from + at) : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * OWN / ROUND; ++i) {
+      const long long from = static_cast<long long>(min(token + ROUND * i + row, tokens - 1)) * k;
+      v[i] = at < k ? *reinterpret_cast<const float4*>(x + from + at) : make_float4(0, 0, 0, 0);
+    }
+  };
+  load(0);
+  float sum[OWN][4] = {};
+#pragma unroll 1
+  for (int start = 0, place = 0; start < k; start += COLUMNS, place ^= 1) {
+    float *rows = held[place], *own = rows + ROWS * STRIDE;
 #pragma unroll
     for (int i = 0; i < ROWS / ROUND; ++i)
       *reinterpret_cast<float4*>(rows + (ROUND * i + row) * STRIDE + column) = w[i];
-    *reinterpret_cast<float4*>(own + row * STRIDE + column) =
-        make_float4(rounded(v.x, is_rounded), rounded(v.y, is_rounded), rounded(v.z, is_rounded),
-                    rounded(v.w, is_rounded));
-    __syncthreads();
-    v = value(start + COLUMNS);
 #pragma unroll
-    for (int i = 0; i < ROWS / ROUND; ++i) w[i] = weight(i, start + COLUMNS);
+    for (int i = 0; i < 4 * OWN / ROUND; ++i)
+      *reinterpret_cast<float4*>(own + (ROUND * i + row) * STRIDE + column) =
+          make_float4(rounded(v[i].x, is_rounded), rounded(v[i].y, is_rounded),
+                      rounded(v[i].z, is_rounded), rounded(v[i].w, is_rounded));
+    __syncthreads();  // all have read the other place, too
+    if (start + COLUMNS < k) load(start + COLUMNS);
 #pragma unroll
     for (int c = 0; c < COLUMNS; c += 4) {
-      float4 a[4];
+      float4 b[4];
 #pragma unroll
-      for (int t = 0; t < 4; ++t)
-        a[t] = *reinterpret_cast<const float4*>(own + (4 * warp + t) * STRIDE + c);
+      for (int e = 0; e < 4; ++e)
+        b[e] = *reinterpret_cast<const float4*>(rows + (32 * e + lane) * STRIDE + c);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float4 b = *reinterpret_cast<const float4*>(rows + (32 * e + lane) * STRIDE + c);
+      for (int t = 0; t < OWN; ++t) {
+        const float4 a = *reinterpret_cast<const float4*>(own + (OWN * warp + t) * STRIDE + c);
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          sum[t][e] = fmaf(a[t].x, b.x, sum[t][e]);
-          sum[t][e] = fmaf(a[t].y, b.y, sum[t][e]);
-          sum[t][e] = fmaf(a[t].z, b.z, sum[t][e]);
-          sum[t][e] = fmaf(a[t].w, b.w, sum[t][e]);
+        for (int e = 0; e < 4; ++e) {
+          sum[t][e] = fmaf(a.x, b[e].x, sum[t][e]);
+          sum[t][e] = fmaf(a.y, b[e].y, sum[t][e]);
+          sum[t][e] = fmaf(a.z, b[e].z, sum[t][e]);
+          sum[t][e] = fmaf(a.w, b[e].w, sum[t][e]);
         }
       }
     }
   }
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const int t = token + 4 * warp + i / 4, expert = first + 32 * (i % 4) + lane;
+  for (int i = 0; i < 4 * OWN; ++i) {
+    const int t = token + OWN * warp + i / 4, expert = first + 32 * (i % 4) + lane;
     if (t < tokens && expert < experts)
       logits[static_cast<long long>(t) * experts + expert] = sum[i / 4][i % 4];
   }
