@@ -68,7 +68,7 @@ def _instance(
 
 
 UP = _instances("expert_up_stream", UP_PAIRS, WARPS=UP_WARPS, DEPTH=UP_DEPTH)
-DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=32)
+DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=DOWN_WARPS)
 PARTS = _instances("expert_parts", DOWN_PAIRS, WARPS=PARTS_WARPS, DEPTH=PARTS_DEPTH, STRIP=STRIP)
 INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values()]
 

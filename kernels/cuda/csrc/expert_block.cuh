@@ -125,10 +125,35 @@ template <>
 struct WholeBlock<formats::Q6_K> {
   using T = WholeTokens<formats::Q6_K>;
 
+  // Words of 64 columns' lower bits and of their upper ones to those of four runs.
+  static __device__ __forceinline__ void codes(const Words& words, int half, int part,
+                                               unsigned (&a)[4]) {
+    const unsigned up = words.at(128 + 32 * half + 16 * part);
+    const unsigned one = words.at(64 * half + 16 * part);
+    const unsigned two = words.at(64 * half + 32 + 16 * part);
+    a[0] = (one & 0x0f0f0f0f) | (up << 4 & 0x30303030);
+    a[1] = (two & 0x0f0f0f0f) | (up << 2 & 0x30303030);
+    a[2] = (one >> 4 & 0x0f0f0f0f) | (up & 0x30303030);
+    a[3] = (two >> 4 & 0x0f0f0f0f) | (up >> 2 & 0x30303030);
+  }
+  // totals: of the upper bytes and of the lower ones, for each row.
+  static __device__ __forceinline__ void finish(const std::uint8_t* memory,
+                                                const int (&at)[Tile::ROWS],
+                                                const int (&total)[4], float scale,
+                                                float (&sums)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float d = half_value(*reinterpret_cast<const std::uint16_t*>(memory + at[i] + 208));
+      const float sum = fmaf(static_cast<float>(total[2 * i]), 256.0f,
+                             static_cast<float>(total[2 * i + 1]));
+      sums[i] = scale * (d * sum);
+    }
+  }
+
   static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
                                                   const int (&at)[Tile::ROWS],
                                                   const std::uint8_t* tokens, int room, int lane,
-                                                  int groups, float (&sums)[2]) {
+                                                  int, float (&sums)[2]) {
     const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
     const int p = lane & 3, token = p < room ? p : 0;
     const std::uint8_t* own = tokens + token * T::PER_TOKEN;
@@ -148,15 +173,7 @@ struct WholeBlock<formats::Q6_K> {
       for (int part = 0; part < 2; ++part) {
         unsigned a[2][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const unsigned up = own_words[i].at(128 + 32 * half + 16 * part);
-          const unsigned one = own_words[i].at(64 * half + 16 * part);
-          const unsigned two = own_words[i].at(64 * half + 32 + 16 * part);
-          a[i][0] = (one & 0x0f0f0f0f) | (up << 4 & 0x30303030);
-          a[i][1] = (two & 0x0f0f0f0f) | (up << 2 & 0x30303030);
-          a[i][2] = (one >> 4 & 0x0f0f0f0f) | (up & 0x30303030);
-          a[i][3] = (two >> 4 & 0x0f0f0f0f) | (up >> 2 & 0x30303030);
-        }
+        for (int i = 0; i < 2; ++i) codes(own_words[i], half, part, a[i]);
 #pragma unroll
         for (int f = 0; f < 4; ++f) {
           const int run = 8 * half + 2 * f + part;
@@ -173,14 +190,51 @@ struct WholeBlock<formats::Q6_K> {
         }
       }
     }
-    const float scale = *reinterpret_cast<const float*>(own + T::SCALE);
+    finish(memory, at, total, *reinterpret_cast<const float*>(own + T::SCALE), sums);
+  }
+
+  // The same for one token, which has all columns of the tensor core: columns 2 f and 2 f + 1 are
+  // those of run f of four, and no others', so that a lane has the sums and the scale of one run.
+  static __device__ __forceinline__ void multiply_one(const std::uint8_t* memory,
+                                                      const int (&at)[Tile::ROWS],
+                                                      const std::uint8_t* token, int lane,
+                                                      float (&sums)[2]) {
+    const int p = lane & 3, own_run = lane >> 3;
+    const std::uint8_t* column = token + 64 * own_run + 32 * (lane >> 2 & 1) + 8 * p;
+    const Words words[2] = {Words(memory, at[0] + 4 * p), Words(memory, at[1] + 4 * p)};
+    int total[4] = {};
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      int scales[2];  // of both parts
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float d = half_value(*reinterpret_cast<const std::uint16_t*>(memory + at[i] + 208));
-      const float sum = fmaf(static_cast<float>(total[2 * i]), 256.0f,
-                             static_cast<float>(total[2 * i + 1]));
-      sums[i] = scale * (d * sum);
+      for (int i = 0; i < 2; ++i)
+        scales[i] = *reinterpret_cast<const std::int16_t*>(memory + at[i] + 192 + 8 * half + 2 * p);
+      const uint2 b = *reinterpret_cast<const uint2*>(column + 256 * half);
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        unsigned a[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) codes(words[i], half, part, a[i]);
+        const int run = 8 * half + 2 * p + part;
+        const int4 less = reinterpret_cast<const int4*>(token + T::OFFSETS)[run];
+        int c[4] = {less.x, less.y, less.z, less.w};
+#pragma unroll
+        for (int f = 0; f < 4; ++f)
+          mma_bytes_16(c, a[0][f], a[1][f], f == own_run ? (part ? b.y : b.x) : 0);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int scale = part ? scales[i] >> 8 : static_cast<std::int8_t>(scales[i]);
+          total[2 * i] += scale * c[2 * i];
+          total[2 * i + 1] += scale * c[2 * i + 1];
+        }
+      }
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      total[i] += __shfl_xor_sync(~0u, total[i], 1);
+      total[i] += __shfl_xor_sync(~0u, total[i], 2);
+    }
+    finish(memory, at, total, *reinterpret_cast<const float*>(token + T::SCALE), sums);
   }
 };
 

@@ -10,13 +10,13 @@
 
 using namespace voltapile;
 
-#if VP_ARCH >= 800
-using F = formats::FORMAT;
-using O = formats::OTHER;
 #ifndef ALONE
 #define ALONE 0
 #endif
 constexpr bool IS_ALONE = ALONE;
+#if VP_ARCH >= 800
+using F = formats::FORMAT;
+using O = formats::OTHER;
 constexpr int MOST_USED = 32;
 constexpr int SLOT =
     Chunks<O>::SLOT > Chunks<F>::SLOT ? Chunks<O>::SLOT : Chunks<F>::SLOT;
@@ -76,7 +76,11 @@ struct Rows {
               chunk * Chunks<Format>::BYTES;
     }
     float sums[2];
-    WholeBlock<Format>::multiply(memory, at, slot, 1, lane, Chunks<Format>{k}.groups(chunk), sums);
+    if constexpr (Equal<Format, formats::Q6_K>::value)
+      WholeBlock<Format>::multiply_one(memory, at, slot, lane, sums);
+    else
+      WholeBlock<Format>::multiply(memory, at, slot, 1, lane, Chunks<Format>{k}.groups(chunk),
+                                   sums);
     __syncwarp();  // the token has been read
     if ((lane & 3) == 0)
 #pragma unroll
@@ -89,7 +93,7 @@ struct Rows {
 // [tokens][other_k] or null; out [tokens][rows]: the weighted sum over a token's experts in the
 // order of `chosen`, then the one that all take. What was chosen is there before the wait, since
 // expert_up_stream is the kernel before.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, IS_ALONE ? 3 : 2)
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, const float* inner, float* out, int used, int k,
                        int rows, int accumulate, const std::uint8_t* other_down,
