@@ -50,17 +50,17 @@ struct Shared {
 // neighbours of one slot with pieces of one length, cut after each `chunk` tokens of the slot.
 __device__ __forceinline__ Item item_at(const int* slots, const int* positions, int t, int first,
                                         int last, int chunk, int limit, int window, int most) {
-  const int slot = slots[t], piece = span_of(positions[t], limit, window, most).piece;
+  const int slot = slots[t];
+  const auto piece_of = [&](int i) { return span_of(positions[i], limit, window, most).piece; };
   int start = t;
 #pragma unroll 1
   while (start > first && slots[start - 1] == slot) --start;
   const int phase = static_cast<unsigned>(t - start) % chunk;
-  if (phase != 0 && span_of(positions[t - 1], limit, window, most).piece == piece)
-    return {t, 0, 0, 0};
+  if (phase != 0 && piece_of(t - 1) == piece_of(t)) return {t, 0, 0, 0};
   int count = 1;
 #pragma unroll 1
   while (t + count < last && phase + count < chunk && slots[t + count] == slot &&
-         span_of(positions[t + count], limit, window, most).piece == piece)
+         piece_of(t + count) == piece_of(t))
     ++count;
 #pragma unroll 1
   while (start > 0 && slots[start - 1] == slot) --start;  // an earlier launch's tokens, too
@@ -93,11 +93,11 @@ struct Places {
   __device__ int of(int query) const { return first + query * stride; }
 };
 
-// What each row sees, and where its piece goes (is_only: there is no other).
+// What each row sees, and where its piece goes. all: what they see together.
 __device__ __forceinline__ void place_rows(Shared& sh, const Rows& mine, const Item& item,
-                                           const Places& places, const int* positions,
-                                           bool is_only, int piece, int num_heads, int limit,
-                                           int window, int most) {
+                                           const Span& all, const Places& places,
+                                           const int* positions, int piece, int num_heads,
+                                           int limit, int window, int most) {
   static_assert(ROWS <= THREADS);
   const int m = threadIdx.x;
   if (m < ROWS) {
@@ -106,10 +106,10 @@ __device__ __forceinline__ void place_rows(Shared& sh, const Rows& mine, const I
       int t = item.begin, head = mine.first + m;
 #pragma unroll 1
       for (; head >= mine.members; head -= mine.members) ++t;
-      const Span s = span_of(positions[t], limit, window, most);
+      const Span s = item.count == 1 ? all : span_of(positions[t], limit, window, most);
       const int query = t * num_heads + mine.own[head];
       row.low = s.low, row.high = s.high;
-      if (is_only)
+      if (all.first == all.last)
         row.slot = query;
       else if (piece >= s.first && piece <= s.last)
         row.slot = places.of(query) + piece - s.first;
@@ -364,13 +364,12 @@ attention_decode(const float* q, unsigned char* key_base, unsigned char* value_b
   const Places places{((is_planned ? number * chunk : number) - item.begin) * num_heads * stride,
                       stride};
   const bool is_only = all.first == all.last;
-  place_rows(sh, mine, item, places, positions, is_only, piece, num_heads, limit, window, most);
-  if (is_raw && PATCHES && has_fresh(sh.from, run)) wait_for_copies<0>();
+  place_rows(sh, mine, item, all, places, positions, piece, num_heads, limit, window, most);
   __syncthreads();
   grid_wait();
   if (is_raw) {
     const Raw raw{q, k, v, q_norm, k_norm, angles, key_base, value_base, pairs, apart, eps};
-    stage_raw({sh.q, sh.rows, sh.query, sh.token, sh.used}, run, raw, sh.from, sh.strands,
+    stage_raw({sh.q, sh.rows, sh.query, sh.token, sh.used}, run, raw, sh.from, sh.strands[warp],
               sh.scratch[warp], scale, warp, lane);
     __syncthreads();
     sh.strands[warp].go_on(sh.from, state, lane);

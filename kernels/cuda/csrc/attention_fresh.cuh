@@ -28,19 +28,43 @@ struct Run {
   int begin, end;
 };
 
-// Whether a position is one of this block's strands'.
-__device__ __forceinline__ bool is_of_block(const Source& s, int p) {
-  const unsigned at = p - s.first;
-  return BLOCKS == 1 || (p >= s.first && at % Walk::ROUND / PAGE < 4 && at % PAGE < STEP);
+// The strand of this block that a position belongs to; -1: none.
+__device__ __forceinline__ int strand_of(const Source& s, int p) {
+  const unsigned at = static_cast<unsigned>(p - s.first) % Walk::ROUND;
+  if (BLOCKS == 1) return at % PAGE / STEP;
+  return p >= s.first && at % PAGE < STEP && at / PAGE < STRANDS ? at / PAGE : -1;
 }
 
-// Whether any of them is.
-__device__ __forceinline__ bool has_fresh(const Source& s, const Run& run) {
-  bool has = false;
+// What a warp does, two heads at once: keys and values of its strand's fresh positions, then queries.
+// Where a block has one fresh position, the other warps have the queries.
+struct Jobs {
+  int p, end, row, rows, step;
+
+  __device__ __forceinline__ Jobs(const Source& s, const Run& run, int rows, int warp)
+      : p(run.begin), end(run.end), row(warp), rows(rows), step(STRANDS) {
+    const int busy = end - p == 1 ? strand_of(s, p) : -1;
+    if (busy >= 0) {
+      step = STRANDS - 1, row = (warp - busy - 1) & (STRANDS - 1);
+      if (warp == busy) row = rows;
+    }
+    find(s, warp);
+  }
+  __device__ __forceinline__ bool are_done() const { return p >= end && row >= rows; }
+  __device__ __forceinline__ bool is_fresh() const { return p < end; }
+  __device__ __forceinline__ bool has(int i) const { return is_fresh() || row + i * step < rows; }
+  __device__ __forceinline__ void go_on(const Source& s, int warp) {
+    if (is_fresh())
+      ++p, find(s, warp);
+    else
+      row += 2 * step;
+  }
+
+ private:
+  __device__ __forceinline__ void find(const Source& s, int warp) {
 #pragma unroll 1
-  for (int p = run.begin; p < run.end; ++p) has |= is_of_block(s, p);
-  return has;
-}
+    while (p < end && strand_of(s, p) != warp) ++p;
+  }
+};
 
 // Where a row's query goes.
 struct Staged {
@@ -50,16 +74,16 @@ struct Staged {
   int used;
 };
 
-// One of the heads that a block has to look after.
+// The i-th of two heads.
 struct RawHead {
   const float *from, *weight, *angles;
   int target;  // a row, or a fresh position
   bool is_query, is_value;
 
-  __device__ __forceinline__ RawHead(int job, int fresh, const Staged& to, const Run& run,
+  __device__ __forceinline__ RawHead(const Jobs& jobs, int i, const Staged& to, const Run& run,
                                      const Raw& raw, const Pages& where) {
-    is_query = job >= fresh, is_value = !is_query && job % 2;
-    target = is_query ? job - fresh : run.begin + job / 2;
+    is_query = !jobs.is_fresh(), is_value = !is_query && i == 1;
+    target = is_query ? jobs.row + i * jobs.step : jobs.p;
     const int token = is_query ? to.token[target] : run.token + target - run.first;
     const int place = is_query ? to.query[target] : token * where.kv_heads + where.kv_head;
     from = (is_query ? raw.q : is_value ? raw.v : raw.k) + static_cast<unsigned>(place) * DIM;
@@ -70,47 +94,42 @@ struct RawHead {
 
 template <class S>
 __device__ __forceinline__ void store_fresh(const Raw& raw, const RawHead& head, const Source& s,
-                                            S* strands, const float* scratch) {
+                                            S& own, const float* scratch) {
   const Pages& where = s.where;
   const int p = head.target, page = where.table[p / PAGE];
   if (page < 0 || page >= where.pages) return;
+  if constexpr (PATCHES) {
+    const unsigned step = static_cast<unsigned>(p - Walk(s).p) / Walk::ROUND;
+    if (step < STAGES) {
+      wait_for_copies<0>();  // of what lies beside it
+      __syncwarp();
+      store_head(own.tiles[step][head.is_value].spot(p % STEP), scratch, KIND, DIM);
+    }
+  }
   unsigned char* to = (head.is_value ? raw.values : raw.keys) +
                       (page * where.kv_heads + where.kv_head) * head_bytes(KIND, DIM);
   store_head(spot_of(to, KIND, p % PAGE, DIM), scratch, KIND, DIM);
-  if constexpr (PATCHES) {
-    const int strand = static_cast<unsigned>(p - s.first) % Walk::ROUND / PAGE;
-    const unsigned step = static_cast<unsigned>(p - Walk(s, strand).p) / Walk::ROUND;
-    if (step < STAGES)
-      store_head(strands[strand].tiles[step][head.is_value].spot(p % STEP), scratch, KIND, DIM);
-  }
 }
 
-// A warp takes two heads at once. scratch: its own, for one. All threads meet afterwards.
+// own: the warp's strand. scratch: its own, for one head. All threads meet afterwards.
 __device__ __forceinline__ void stage_raw(const Staged& to, const Run& run, const Raw& raw,
-                                          const Source& s, Steps* strands, float* scratch,
-                                          float scale, int warp, int lane) {
+                                          const Source& s, Steps& own, float* scratch, float scale,
+                                          int warp, int lane) {
   const Turns turns(raw.pairs, raw.apart);
-  const int fresh = 2 * max(0, run.end - run.begin), jobs = fresh + to.used;
-  const auto find = [&](int job) {
-    while (job < fresh && !is_of_block(s, run.begin + job / 2)) job += STRANDS;
-    return job;
-  };
-  int job = find(warp);
 #pragma unroll 1
-  while (job < jobs) {
-    const int two[2] = {job, find(job + STRANDS)};
+  for (Jobs jobs(s, run, to.used, warp); !jobs.are_done(); jobs.go_on(s, warp)) {
     Head<DIM> heads[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (two[i] >= jobs) break;
-      const RawHead head(two[i], fresh, to, run, raw, s.where);
+      if (!jobs.has(i)) break;
+      const RawHead head(jobs, i, to, run, raw, s.where);
       heads[i].read(head.from, DIM, lane);
       heads[i].read_constants(head.weight, head.angles, turns, DIM, lane);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (two[i] >= jobs) break;
-      const RawHead head(two[i], fresh, to, run, raw, s.where);
+      if (!jobs.has(i)) break;
+      const RawHead head(jobs, i, to, run, raw, s.where);
       if (head.weight != nullptr) heads[i].norm(DIM, raw.eps);
       if (!head.is_value) heads[i].rotate(turns, scratch, lane);
       heads[i].put(scratch, lane);
@@ -121,11 +140,10 @@ __device__ __forceinline__ void stage_raw(const Staged& to, const Run& run, cons
             query.template stage<KvTile::IN_FOURS>(to.q + head.target * PITCH, lane);
         if (lane == 0) to.rows[head.target].factor = power * scale;
       } else {
-        store_fresh(raw, head, s, strands, scratch);
+        store_fresh(raw, head, s, own, scratch);
       }
       __syncwarp();
     }
-    job = find(two[1] + STRANDS);
   }
 }
 
