@@ -55,7 +55,7 @@ struct Order<formats::Q6_K> {
 template <>
 struct Order<formats::Q8_0> {
   static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = true, TURNS = false;
-  static constexpr int APART = 4, EXACT_BITS = 0;
+  static constexpr int APART = 4, EXACT_BITS = IS_ASYNC ? 12 : 0;
   static __device__ __forceinline__ int column(int j, int p) { return 32 * j + 8 * p; }
 };
 

@@ -50,13 +50,13 @@ __device__ __forceinline__ float2 scales_for(float largest) {
 }
 
 // The same for multiples of the least half, 2^-24, of so many bits: 2^(BITS - 25 - e) and its
-// inverse. From 2^(102 + BITS) on there is none: that shows as not finite, as does what is no
-// number.
+// inverse. From 2^(102 + BITS) on that is no number, and so is what it makes.
 template <int BITS>
 __device__ __forceinline__ float2 exact_scales_for(float largest) {
   const int e = max(static_cast<int>(__float_as_uint(largest) >> 23), 27);
+  const unsigned inverse = e < 229 + BITS ? static_cast<unsigned>(e + 25 - BITS) << 23 : 0x7fc00000;
   return {__uint_as_float(static_cast<unsigned>(max(229 + BITS - e, 0)) << 23),
-          __uint_as_float(static_cast<unsigned>(e < 229 + BITS ? e + 25 - BITS : 255) << 23)};
+          __uint_as_float(inverse)};
 }
 
 // Four values to two registers, and the sum of what they became.

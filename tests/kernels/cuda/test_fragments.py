@@ -36,7 +36,9 @@ def ops_of(arch: int, folder: Path) -> EmulatedOps:
 def tolerance(x: np.ndarray, weights: np.ndarray, name: str, is_many: bool = False) -> np.ndarray:
     """An activation is off by 2^-11 of itself, or 2^-39 of its row's largest; a weight as a half by
     as much again; sums in float32 by 2^-24 for each of at most 64 + K / 32 roundings. What is not
-    quantised keeps two halves: 2^-21."""
+    quantised keeps two halves: 2^-21. Where sums of groups are exact (csrc/matmul_order.cuh) one
+    activation may be off by 2^-13 of its chunk's largest, but not all by as much in one direction.
+    """
     x = np.abs(x.astype(np.float64))
     size = x @ np.abs(weights).T
     half = 2.0**-21 if name in FLOATS else 2.0**-11 * (2 if is_many else 1)
@@ -118,14 +120,17 @@ def test_a_row_has_the_same_bits_in_any_company(arch: int, folder: Path) -> None
 
 
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e29])
-def test_a_token_that_is_alone_has_the_bits_of_one_in_company(size: float, folder: Path) -> None:
+@pytest.mark.parametrize(("name", "columns"), [("Q4_K", 4352), ("Q8_0", 4352), ("Q8_0", 288)])
+def test_a_token_that_is_alone_has_the_bits_of_one_in_company(
+    name: str, columns: int, size: float, folder: Path
+) -> None:
     ops = ops_of(80, folder)
-    raw, x = random_raw("Q4_K", 48, 4352), activations(4, 4352)
-    x[1, 300] = 1e4  # an outlier
-    x[1, 512:768] = 0
-    x[2, 77], x[3, 512] = np.inf, np.nan
+    raw, x = random_raw(name, 48, columns), activations(4, columns)
+    x[1, 200] = 5e3  # an outlier
+    x[1, 256:512] = 0
+    x[2, 77], x[3, -20] = np.inf, np.nan
     x *= np.float32(size)
-    weight = ops.weight(raw, "Q4_K", (48, 4352))
+    weight = ops.weight(raw, name, (48, columns))
     together = ops.to_host(matmul.linear(ops, ops.array(x), weight))
     for row, got in zip(x[:, None], together, strict=True):
         alone = ops.to_host(matmul.linear(ops, ops.array(row), weight))
