@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 NEAR = 2  # products ahead
-PIECES = 16 * 8  # of a unit: whole vectors of eight warps
+PIECES = 16 * 16  # of a unit: whole vectors of as many warps as may share it
 
 
 class Span(NamedTuple):

@@ -312,9 +312,9 @@ def _stream(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
     following = ops.following.after(launch.key, launch.up, deal.blocks * deal.teams)
     ends = gain, *shares, following.address, *map(np.int32, following[1:])
-    ops.kernel(stream.STREAM[task.pair, deal.teams])(
+    ops.kernel(deal.instance(task.pair))(
         (deal.blocks,),
-        32 * deal.teams * stream.WARPS,
+        deal.threads,
         (*launch.matrices, read, *map(np.int32, numbers), *ends),
         shared=deal.shared,
     )

@@ -30,8 +30,8 @@ PAIRS = [*((name, name) for name in FORMATS), *MIXED]
 THREADS = {pair: 640 if pair == ("Q8_0", "Q8_0") else 512 for pair in PAIRS}
 
 
-def _instance(pair: tuple[str, str], teams: int) -> Instance:
-    defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH, "TEAMS": teams, "WARPS": WARPS}
+def _instance(pair: tuple[str, str], teams: int, warps: int = WARPS) -> Instance:
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH, "TEAMS": teams, "WARPS": warps}
     defines |= {"THREADS": THREADS[pair], "TILES": 1, "MANY": 0}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_stream.cu", "matmul_stream", named, is_exact=True, waits=True)
@@ -41,7 +41,9 @@ def _instance(pair: tuple[str, str], teams: int) -> Instance:
 # for two of one of two formats, blocks have one.
 STREAM = {(pair, teams): _instance(pair, teams) for pair in PAIRS for teams in (TEAMS,)}
 STREAM |= {(pair, 1): _instance(pair, 1) for pair in MIXED}
-INSTANCES = list(STREAM.values())
+# One team of twice as many warps, with a chunk each at most, where there are too few units for two.
+BROAD = {(name, name): _instance((name, name), 1, 2 * WARPS) for name in ("Q4_K", "Q6_K", "Q8_0")}
+INSTANCES = [*STREAM.values(), *BROAD.values()]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,14 @@ class Deal:
     blocks: int
     first_other: int
     shared: int
+    warps: int = WARPS
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.teams * self.warps
+
+    def instance(self, pair: tuple[str, str]) -> Instance:
+        return STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
 
 
 def warp_bytes(chunk: Chunk) -> int:
@@ -119,9 +129,21 @@ def deal(task: Task) -> Deal | None:
         fitting = min(TEAMS // teams, (task.most_shared + RESERVED) // (shared + RESERVED))
         blocks = min(task.multiprocessors * fitting, own + others)
         if (pair, teams) in STREAM and fitting and (blocks > 1 or not others):
+            if teams == TEAMS and _is_broad(task):
+                return Deal(1, blocks, blocks, shared, TEAMS * WARPS)
             first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
             return Deal(teams, blocks, first, shared)
     return None
+
+
+def _is_broad(task: Task) -> bool:
+    """Whether a block has one unit at most, and that two chunks for a warp of a team."""
+    chunks = task.columns // 256
+    return (
+        task.pair in BROAD
+        and task.units <= task.multiprocessors
+        and WARPS < chunks <= TEAMS * WARPS
+    )
 
 
 def first_other(pair: tuple[str, str], blocks: int, units: int, others: int) -> int:

@@ -7,8 +7,9 @@
 // once, for all columns, and may be normed by that; before they are read, the ring is already being
 // filled (grid.cuh).
 // -D: FORMAT; OTHER, of the matrices whose bit in `others` is set, which blocks from first_other on
-// take; DEPTH; TEAMS; WARPS; THREADS that a multiprocessor's registers shall suffice for, more than
-// a block has, so that blocks of the next kernels find room beside it; TILES 1 and MANY 0.
+// take; DEPTH; TEAMS; WARPS, eight, or twice as many with one chunk of columns each; THREADS that a
+// multiprocessor's registers shall suffice for, more than a block has, so that blocks of the next
+// kernels find room beside it; TILES 1 and MANY 0.
 #include "grid.cuh"
 #include "matmul_norm.cuh"
 
@@ -153,6 +154,8 @@ __device__ __forceinline__ int afresh(int number) {
   return number;
 }
 
+constexpr int CLASSES = 8;  // of chunks, whose sums are made first
+
 // What a thread has to do with the end of a unit: value i of its [token][16 rows].
 struct Ending {
   const Units& units;
@@ -191,7 +194,11 @@ struct Ending {
     for (int sub = 0; sub <= units.all.is_glu(); ++sub, sums += WARPS * one) {
       gate = value, value = 0;
 #pragma unroll
-      for (int warp = 0; warp < WARPS; ++warp) value += sums[warp * one + i];
+      for (int warp = 0; warp < CLASSES; ++warp) {
+        float sum = sums[warp * one + i];
+        if (WARPS > CLASSES) sum += sums[(warp + CLASSES) * one + i];
+        value += sum;
+      }
       const float* bias = sub ? units.all.matrices[1].bias : matrix.bias;
       if (bias != nullptr) value += bias[own];
     }

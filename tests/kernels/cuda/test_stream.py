@@ -72,6 +72,40 @@ def test_bits_are_those_of_rows(
         assert (error <= tolerance(x, values, name)).all()
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0"])
+def test_one_broad_team_has_the_same_bits(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = ops_of(90, folder)
+    for rows, columns, tokens in ((50, 4096, 1), (64, 2304, 3), (16, 3072, 8)):
+        weight = ops.weight(random_raw(name, rows, columns), name, (rows, columns))
+        x, start = ops.array(activations(tokens, columns)), activations(tokens, rows, 4)
+        got, plain = both(
+            ops,
+            monkeypatch,
+            lambda x=x, w=weight, s=start: ops.to_host(
+                matmul.linear(ops, x, w, None, ops.array(s))
+            ),
+        )
+        np.testing.assert_array_equal(got, plain)
+        broad = [each[0] for each in ops.launched if each[0] in stream.BROAD.values()]
+        assert len(broad) == 1
+        ops.launched.clear()
+
+
+def test_where_one_broad_team_is_better() -> None:
+    def warps(rows: int, columns: int, name: str = "Q4_K") -> int:
+        found = stream.deal(
+            stream.Task((name, name), columns, 1, (rows,), (), False, 132, 227 << 10)
+        )
+        assert found is not None
+        return found.warps
+
+    assert [warps(rows, 4096) for rows in (2048, 132 * 16, 132 * 16 + 1)] == [16, 16, 8]
+    assert [warps(2048, columns) for columns in (2048, 2304, 4096, 4352)] == [8, 16, 16, 8]
+    assert warps(2048, 4096, "Q5_K") == 8
+
+
 @pytest.mark.parametrize(("pair", "teams"), [*((pair, 2) for pair in stream.MIXED), (MIXED, 1)])
 def test_two_formats_share_a_launch(
     pair: tuple[str, str],
