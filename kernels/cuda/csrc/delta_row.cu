@@ -93,14 +93,18 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
           int kind, int is_sigmoid, int is_provisional, float eps) {
   __shared__ __align__(16) Shared sh;
   grid_launch();
+  // What is far away comes in two rounds: whose state it is, and then all of it, wanted or not.
+  const int head = blockIdx.x, key_head = key_head_of[head];
+  const float own_rate = rate[head], own_dt = dt[head];
   const int first = find_row(slots, tokens, blockIdx.y);
   if (first < 0) {
     grid_wait();
     return;
   }
   const int length = min(row_length(slots, tokens, first), BATCH), slot = slots[first];
-  const int found = standing(Step{slots, positions, kept, tokens, 0}, logged, first);
-  const int head = blockIdx.x, key_head = key_head_of[head], part = threadIdx.x % PARTS;
+  const int position = positions[first], noted_before = logged[slot];
+  const int kept_before = kept == nullptr ? WINDOW : kept[slot];
+  const int part = threadIdx.x % PARTS;
   const int column = threadIdx.x / PARTS * 2, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int channels = Heads{key_heads, value_heads}.channels(), depth = count - 1;
   const int kind_of_head = threadIdx.x / DIM;  // see convolve
@@ -111,17 +115,15 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
   const long long logged_at = static_cast<long long>(slot) * WINDOW;
   float* history = histories + static_cast<long long>(slot) * depth * channels + own;
   float* log = logs + logged_at * channels + own;
+  float* matrix = matrices + (static_cast<long long>(slot) * value_heads + head) * DIM * DIM;
+  Columns s;
+  s.read(matrix, column, part);
   Channel channel{Taps(taps, kind, own, count)};
 #pragma unroll
   for (int j = 0; j < PAST; ++j) {
     const int at = j - PAST + depth;
-    channel.past[j] = at < 0 || found == FRESH ? 0.0f : __ldcg(history + at * channels);
+    channel.past[j] = at < 0 ? 0.0f : __ldcg(history + at * channels);
   }
-  float* matrix = matrices + (static_cast<long long>(slot) * value_heads + head) * DIM * DIM;
-  Columns s;
-  if (found == FRESH) s.clear();
-  else s.read(matrix, column, part);
-  const float own_rate = rate[head], own_dt = dt[head];
   const int sharers = members[key_head];
   grid_wait();
 
@@ -141,6 +143,12 @@ delta_row(const float* m, const float* z, const float* b_and_a, const void* taps
   for (int turn = 0; turn < TURNS; ++turn)
     if (turn * BLOCK_WARPS + warp < length) read_head(z + ended + turn * turn_apart, gates[turn]);
   const bool asks = threadIdx.x == blockDim.x - 1;
+  const int found = position == 0 ? FRESH : min(noted_before, kept_before);
+  if (found == FRESH) {
+    s.clear();
+#pragma unroll
+    for (int j = 0; j < PAST; ++j) channel.past[j] = 0.0f;
+  }
   unsigned key_ticket = 0, row_ticket = 0;
   // The tokens of the step before that stand, if any, then this step's: one code for both.
 #pragma unroll 1

@@ -306,8 +306,8 @@ route(const float* x, const void* router, unsigned* inbox, int* chosen, float* w
   }
 }
 
-// grid: (experts / 128, tokens / 32), 128 threads: logits of prompts. A warp has eight tokens, a lane
-// experts lane, lane + 32, ... of 128; columns come by 32, to one of two places. k is a
+// grid: (experts / 128, tokens / 32), 128 threads: logits of prompts. A warp has eight tokens, a
+// lane experts lane, lane + 32, ... of 128; columns come by 32, to one of two places. k is a
 // multiple of 4.
 extern "C" __global__ void __launch_bounds__(128, 2)
 route_many(const float* x, const void* router, float* logits, int experts, int tokens, int k,
