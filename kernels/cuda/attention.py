@@ -114,6 +114,7 @@ class _Call:
     heads: DeviceArray  # int32: where each KV head's query heads begin, then those
     num_heads: int
     members: int  # most query heads of a KV head
+    is_even: bool  # each has as many, in their order
     scale: float
     softcap: float
     window: int
@@ -189,6 +190,7 @@ def attention(
         heads=ops.constant(lists),
         num_heads=heads,
         members=members,
+        is_even=list(head_map) == [h // members for h in range(cache.kv_heads * members)],
         scale=scale,
         softcap=softcap,
         window=window,
@@ -289,7 +291,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
                 *(call.cache.tickets.ptr, call.out.ptr, call.weights_ptr),
                 *map(np.int32, numbers),
                 *call.factors,
-                *map(np.int32, (*ends, pieces)),
+                *map(np.int32, (*ends, pieces, call.members if call.is_even else 0)),
                 *_raw_numbers(call.raw),
             ),
             shared,

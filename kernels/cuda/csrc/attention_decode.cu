@@ -82,9 +82,11 @@ __device__ __forceinline__ Span span_of_item(const Item& item, const int* positi
 
 // A block's rows: heads of one KV head, for one token after another.
 struct Rows {
-  const int* own;  // the KV head's query heads
-  int members, first;
+  const int* own;  // the KV head's query heads; null: `members` from `begin` on
+  int begin, members, first;
   int used;
+
+  __device__ int head(int i) const { return own != nullptr ? own[i] : begin + i; }
 };
 
 // Where pieces of rows go in `partial`: those of query 0 from `first` on, `stride` a query.
@@ -107,7 +109,7 @@ __device__ __forceinline__ void place_rows(Shared& sh, const Rows& mine, const I
 #pragma unroll 1
       for (; head >= mine.members; head -= mine.members) ++t;
       const Span s = item.count == 1 ? all : span_of(positions[t], limit, window, most);
-      const int query = t * num_heads + mine.own[head];
+      const int query = t * num_heads + mine.head(head);
       row.low = s.low, row.high = s.high;
       if (all.first == all.last)
         row.slot = query;
@@ -304,6 +306,7 @@ using namespace voltapile;
 
 // grid: (tokens or items * pieces * BLOCKS, KV heads * parts of their rows)
 // heads: int[kv_heads + 1 + H], where each KV head's query heads begin and end, then those
+// members: not 0 where each KV head has that many query heads, in their order; spares reading those
 // plan: null, or of attention_plan.cu: int count, -, -, -, then (first token, tokens) of each item
 // partial: float[tokens * H * stride, value_dim], stats: largest score and sum alike
 // tickets: a zero for each token or item and blockIdx.y
@@ -319,8 +322,9 @@ attention_decode(const float* q, unsigned char* key_base, unsigned char* value_b
                  float* attended, float* weights, int first, int last, int parts, int kv_heads,
                  int num_heads, int key_dim, int value_dim, int key_kind, int value_kind,
                  int width, int pages, float scale, float cap, int window, int most, int stride,
-                 int chunk, int pieces, const float* k, const float* v, const float* q_norm,
-                 const float* k_norm, const float* angles, int pairs, int apart, float eps) {
+                 int chunk, int pieces, int members, const float* k, const float* v,
+                 const float* q_norm, const float* k_norm, const float* angles, int pairs,
+                 int apart, float eps) {
   Shared& sh = *reinterpret_cast<Shared*>(own_memory(shared));
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, limit = width * PAGE;
   const unsigned rank = blockIdx.x % BLOCKS, one = blockIdx.x / BLOCKS;
@@ -328,7 +332,9 @@ attention_decode(const float* q, unsigned char* key_base, unsigned char* value_b
   const int kv_head = parts == 1 ? blockIdx.y : blockIdx.y / parts;
   const bool is_planned = plan != nullptr;
   grid_launch();
-  const int own_begin = heads[kv_head], own_end = heads[kv_head + 1];  // asked for with the rest
+  const bool is_even = members > 0;
+  const int own_begin = is_even ? kv_head * members : heads[kv_head];  // asked for with the rest
+  const int own_end = is_even ? own_begin + members : heads[kv_head + 1];
   if (is_planned) {
     grid_wait();
     if (index >= plan[0]) return;
@@ -336,7 +342,7 @@ attention_decode(const float* q, unsigned char* key_base, unsigned char* value_b
   const Item item = is_planned ? Item{plan[4 + 2 * index], plan[5 + 2 * index], 1 << 30, 0}
                                : item_at(slots, positions, index, first, last, chunk, limit,
                                          window, most);
-  Rows mine{heads + kv_heads + 1 + own_begin, own_end - own_begin,
+  Rows mine{is_even ? nullptr : heads + kv_heads + 1 + own_begin, own_begin, own_end - own_begin,
             static_cast<int>(blockIdx.y - kv_head * parts) * ROWS};
   mine.used = min(ROWS, item.count * mine.members - mine.first);
   if (mine.used <= 0) return;

@@ -35,8 +35,8 @@ __device__ __forceinline__ int strand_of(const Source& s, int p) {
   return p >= s.first && at % PAGE < STEP && at / PAGE < STRANDS ? at / PAGE : -1;
 }
 
-// What a warp does, two heads at once: keys and values of its strand's fresh positions, then queries.
-// Where a block has one fresh position, the other warps have the queries.
+// What a warp does, two heads at once: keys and values of its strand's fresh positions, then
+// queries. Where a block has one fresh position, the other warps have the queries.
 struct Jobs {
   int p, end, row, rows, step;
 
