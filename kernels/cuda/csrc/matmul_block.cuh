@@ -144,9 +144,9 @@ struct Block<formats::Q6_K> {
       lows[i / 4][i % 4] = turn + 64 * (p >> 1);
       uppers[i / 4][i % 4] = turn + 32 * (p >> 1) + 128;
     }
-    Words rows[Tile::ROWS];
+    Words rows[Tile::ROWS] = {Words(memory, at[0])};  // which are a multiple of 16 bytes apart
 #pragma unroll
-    for (int i = 0; i < Tile::ROWS; ++i) rows[i] = Words(memory, at[i]);
+    for (int i = 1; i < Tile::ROWS; ++i) rows[i] = rows[0].after(at[i] - at[0]);
     Scale scales[LANE_UNITS][4];
 #pragma unroll
     for (int u = 0; u < LANE_UNITS; ++u) {

@@ -162,9 +162,12 @@ __device__ __forceinline__ void multiply_any(
     const Raw& stage, const typename ChunkMemory<F>::Staged& tokens, const Tile& tile,
     float (&part)[PASSES][Tile::VALUES]) {
   if constexpr (Order<F>::IS_BLOCK) {
+    // Rows that are eight apart begin alike within 16 bytes, since a row has an even number of them.
+    const int apart = stage.row_start(nullptr, 8) & ~15;
     int at[Tile::ROWS];
+    at[0] = here + stage.row_start(first, tile.row(0));
 #pragma unroll
-    for (int i = 0; i < Tile::ROWS; ++i) at[i] = here + stage.row_start(first, tile.row(i));
+    for (int i = 1; i < Tile::ROWS; ++i) at[i] = at[0] + apart;
     Block<F>::multiply(memory, at, tokens, tile, part);
   } else {
     multiply_chunk<F>(memory + here, behind, first, stage, tokens, tile, part);

@@ -29,6 +29,12 @@ struct Words {
   __device__ __forceinline__ Words() {}
   __device__ __forceinline__ Words(const std::uint8_t* memory, int at)
       : memory(memory + (at & ~3)), shift(8 * (at & 3)) {}
+  // Those that come a multiple of four later.
+  __device__ __forceinline__ Words after(int bytes) const {
+    Words found = *this;
+    found.memory += bytes;
+    return found;
+  }
   // offset: a multiple of four, so that nothing but what is known of it is added.
   __device__ __forceinline__ unsigned at(int offset) const {
     const unsigned* words = reinterpret_cast<const unsigned*>(memory + offset);
