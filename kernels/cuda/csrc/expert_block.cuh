@@ -1,9 +1,11 @@
 // Chunks of 256 columns in whole numbers, from sm_80 on: 16 rows of weights as bytes, times up to
 // four tokens as 16-bit numbers (expert_tokens.cuh), whose two bytes are two columns of the tensor
-// core's 8. Sums are exact until scales come that are halves: those of a chunk of a K format, of a
-// group of Q5_1 and Q8_0.
+// core's 8. Sums are exact until scales come that are halves: those of a chunk of a K format
+// (here), of a group of others (expert_block_32.cuh).
 //
-// Lane l holds the sums of rows row(0) and row(1) of mma.cuh's Tile, and of token l % 4.
+// Lane l holds the sums of rows row(0) and row(1) of mma.cuh's Tile, and of token l % 4. One token
+// can have all columns: columns 2 f and 2 f + 1 are then those of run f of four, and no others', so
+// that a lane has the sums and the scale of one run. The bits are the same.
 #pragma once
 #include "expert_tokens.cuh"
 
@@ -39,8 +41,24 @@ __device__ __forceinline__ const std::uint8_t* column_of(const std::uint8_t* tok
   return tokens + (token < room ? token : 0) * size + 32 * (lane >> 2 & 1) + 8 * (lane & 3);
 }
 
-// sums: of the lane's two rows and its token, of which there are `room`. at: where its rows start.
-// groups: of 32 columns; always eight in K formats.
+// That of a token that has all columns, in the first run of four; runs are `step` bytes apart.
+__device__ __forceinline__ const std::uint8_t* column_of_one(const std::uint8_t* token, int step,
+                                                             int lane) {
+  return token + step * (lane >> 3) + 32 * (lane >> 2 & 1) + 8 * (lane & 3);
+}
+__device__ __forceinline__ unsigned of_run(unsigned word, int run, int lane) {
+  return lane >> 3 == run ? word : 0;
+}
+__device__ __forceinline__ void join_runs(int (&total)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    total[i] += __shfl_xor_sync(~0u, total[i], 1);
+    total[i] += __shfl_xor_sync(~0u, total[i], 2);
+  }
+}
+
+// multiply(), of `room` tokens, and multiply_one(). sums: of the lane's two rows and its token. at:
+// where its rows start. groups: of 32 columns; always eight in K formats.
 template <class F>
 struct WholeBlock;
 
@@ -94,6 +112,56 @@ struct FourBits {
         }
       }
     }
+    finish(heads, tokens, room, total, lane, sums);
+  }
+
+  static __device__ __forceinline__ void multiply_one(const std::uint8_t* memory,
+                                                      const int (&at)[Tile::ROWS],
+                                                      const std::uint8_t* token, int lane, int,
+                                                      float (&sums)[2]) {
+    const int p = lane & 3;
+    Heads heads[2];
+    uint2 fifth[2] = {}, b[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
+      if (FIFTH) fifth[i] = *reinterpret_cast<const uint2*>(memory + at[i] + 16 + 8 * p);
+      b[i] = *reinterpret_cast<const uint2*>(column_of_one(token, 128, lane) + 64 * i);
+    }
+    int c[2][4] = {};  // of groups 2 p and 2 p + 1
+#pragma unroll
+    for (int run = 0; run < 4; ++run) {
+      const int from = CODES + 32 * run + 8 * p;
+      const uint2 one = *reinterpret_cast<const uint2*>(memory + at[0] + from);
+      const uint2 two = *reinterpret_cast<const uint2*>(memory + at[1] + from);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd)
+        mma_bytes_32(c[odd], codes(one.x, fifth[0].x, run, odd), codes(two.x, fifth[1].x, run, odd),
+                     codes(one.y, fifth[0].y, run, odd), codes(two.y, fifth[1].y, run, odd),
+                     of_run(b[odd].x, run, lane), of_run(b[odd].y, run, lane));
+    }
+    int total[SETS][4] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned pair = heads[i].scales(p >> 1) >> 16 * (p & 1);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int scale = pair >> 8 * odd & 255;
+        total[odd % SETS][2 * i] += scale * c[odd][2 * i];
+        total[odd % SETS][2 * i + 1] += scale * c[odd][2 * i + 1];
+      }
+    }
+#pragma unroll
+    for (int set = 0; set < SETS; ++set) join_runs(total[set]);
+    finish(heads, token, 1, total, lane, sums);
+  }
+
+ private:
+  static __device__ __forceinline__ void finish(const Heads (&heads)[2],
+                                                const std::uint8_t* tokens, int room,
+                                                const int (&total)[SETS][4], int lane,
+                                                float (&sums)[2]) {
+    const int p = lane & 3;
     // Minima of groups 2 p and 2 p + 1 times the sums of their columns, of token n / 2.
     const Unit least[2] = {heads[0].minima_of(p), heads[1].minima_of(p)};
     const int column_token = lane >> 3, token = p < room ? p : 0;
@@ -193,14 +261,12 @@ struct WholeBlock<formats::Q6_K> {
     finish(memory, at, total, *reinterpret_cast<const float*>(own + T::SCALE), sums);
   }
 
-  // The same for one token, which has all columns of the tensor core: columns 2 f and 2 f + 1 are
-  // those of run f of four, and no others', so that a lane has the sums and the scale of one run.
   static __device__ __forceinline__ void multiply_one(const std::uint8_t* memory,
                                                       const int (&at)[Tile::ROWS],
-                                                      const std::uint8_t* token, int lane,
+                                                      const std::uint8_t* token, int lane, int,
                                                       float (&sums)[2]) {
-    const int p = lane & 3, own_run = lane >> 3;
-    const std::uint8_t* column = token + 64 * own_run + 32 * (lane >> 2 & 1) + 8 * p;
+    const int p = lane & 3;
+    const std::uint8_t* column = column_of_one(token, 64, lane);
     const Words words[2] = {Words(memory, at[0] + 4 * p), Words(memory, at[1] + 4 * p)};
     int total[4] = {};
 #pragma unroll 1
@@ -220,7 +286,7 @@ struct WholeBlock<formats::Q6_K> {
         int c[4] = {less.x, less.y, less.z, less.w};
 #pragma unroll
         for (int f = 0; f < 4; ++f)
-          mma_bytes_16(c, a[0][f], a[1][f], f == own_run ? (part ? b.y : b.x) : 0);
+          mma_bytes_16(c, a[0][f], a[1][f], of_run(part ? b.y : b.x, f, lane));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int scale = part ? scales[i] >> 8 : static_cast<std::int8_t>(scales[i]);
@@ -229,143 +295,10 @@ struct WholeBlock<formats::Q6_K> {
         }
       }
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      total[i] += __shfl_xor_sync(~0u, total[i], 1);
-      total[i] += __shfl_xor_sync(~0u, total[i], 2);
-    }
+    join_runs(total);
     finish(memory, at, total, *reinterpret_cast<const float*>(token + T::SCALE), sums);
   }
 };
-
-template <>
-struct WholeBlock<formats::Q5_1> {
-  using T = WholeTokens<formats::Q5_1>;
-
-  // Four bits of each byte, and the fifth ones of four neighbours.
-  static __device__ __forceinline__ unsigned codes(unsigned four, unsigned fifth) {
-    return four & 0x0f0f0f0fu | (fifth & 15) * 0x02040810u & 0x10101010u;
-  }
-
-  static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
-                                                  const int (&at)[Tile::ROWS],
-                                                  const std::uint8_t* tokens, int room, int lane,
-                                                  int groups, float (&sums)[2]) {
-    const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
-    const int p = lane & 3, token = p < room ? p : 0;
-    const std::uint8_t* own = tokens + token * T::PER_TOKEN;
-    sums[0] = sums[1] = 0.0f;
-#pragma unroll 2
-    for (int group = 0; group < groups; ++group) {
-      unsigned a[2][2], heads[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const std::uint8_t* block = memory + at[i] + 24 * group;
-        const uint2 head = *reinterpret_cast<const uint2*>(block);
-        const unsigned word = *reinterpret_cast<const unsigned*>(block + 8 + 4 * p);
-        heads[i] = head.x;
-        a[i][0] = codes(word, head.y >> 4 * p);
-        a[i][1] = codes(word >> 4, head.y >> 16 >> 4 * p);
-      }
-      const uint2 b = *reinterpret_cast<const uint2*>(column + 64 * group);
-      int c[4] = {};
-      mma_bytes_32(c, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
-      const float all = reinterpret_cast<const float*>(own + T::SUMS)[group];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 factor = half_values(heads[i]);
-        sums[i] = fmaf(factor.x, static_cast<float>(256 * c[2 * i] + c[2 * i + 1]), sums[i]);
-        sums[i] = fmaf(factor.y, all, sums[i]);
-      }
-    }
-    const float scale = *reinterpret_cast<const float*>(own + T::SCALE);
-    sums[0] *= scale;
-    sums[1] *= scale;
-  }
-};
-
-template <>
-struct WholeBlock<formats::Q8_0> {
-  using T = WholeTokens<formats::Q8_0>;
-
-  static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
-                                                  const int (&at)[Tile::ROWS],
-                                                  const std::uint8_t* tokens, int room, int lane,
-                                                  int groups, float (&sums)[2]) {
-    const std::uint8_t* column = column_of(tokens, T::PER_TOKEN, room, lane);
-    const int p = lane & 3, token = p < room ? p : 0;
-    sums[0] = sums[1] = 0.0f;
-#pragma unroll 2
-    for (int group = 0; group < groups; ++group) {
-      unsigned a[2][2];
-      float factor[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int block = at[i] + 34 * group;
-        const Words words(memory, block + 2 + 4 * p);
-        a[i][0] = words.at(0);
-        a[i][1] = words.at(16);
-        factor[i] = half_value(*reinterpret_cast<const std::uint16_t*>(memory + block));
-      }
-      const uint2 b = *reinterpret_cast<const uint2*>(column + 64 * group);
-      int c[4] = {};
-      mma_signed_32(c, a[0][0], a[1][0], a[0][1], a[1][1], b.x, b.y);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        sums[i] = fmaf(factor[i], static_cast<float>(256 * c[2 * i] + c[2 * i + 1]), sums[i]);
-    }
-    const float scale =
-        *reinterpret_cast<const float*>(tokens + token * T::PER_TOKEN + T::SCALE);
-    sums[0] *= scale;
-    sums[1] *= scale;
-  }
-};
-
-// Whether rows are whole chunks of 256 columns.
-template <class F>
-constexpr bool IS_K = Equal<F, formats::Q4_K>::value || Equal<F, formats::Q5_K>::value ||
-                      Equal<F, formats::Q6_K>::value;
-
-// How a matrix with rows of k columns is cut.
-template <class F>
-struct Chunks {
-  static constexpr int COLUMNS = 256, BYTES = Codec<F>::BYTES;
-  static constexpr int SLOT = WholeTokens<F>::PER_TOKEN;
-  int k;
-
-  __device__ __forceinline__ int count() const {
-    return static_cast<unsigned>(k + COLUMNS - 1) / COLUMNS;
-  }
-  __device__ __forceinline__ int groups(int chunk) const {
-    return IS_K<F> ? 8 : min(8, (k - chunk * COLUMNS) / 32);
-  }
-  __device__ __forceinline__ int row_bytes() const {
-    return static_cast<unsigned>(k) / F::length * F::bytes;
-  }
-  __device__ __forceinline__ Held load(const float* row, int chunk, int lane) const {
-    return WholeTokens<F>::load(row, chunk * COLUMNS, k, lane);
-  }
-};
-
-// Goes through items first, first + step, ...: which tile and which of its chunks.
-struct Walk {
-  int tile = 0, chunk;
-
-  __device__ __forceinline__ Walk(int first, int chunks) : chunk(first) { settle(chunks); }
-  __device__ __forceinline__ void advance(int step, int chunks) {
-    chunk += step;
-    settle(chunks);
-  }
-  __device__ __forceinline__ void settle(int chunks) {
-#pragma unroll 1
-    while (chunk >= chunks) chunk -= chunks, ++tile;
-  }
-};
-
-// A warp's number, of which the compiler knows that all lanes have the same: else it makes code for
-// lanes that part from each other. All of them call.
-__device__ __forceinline__ int own_warp() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
-__device__ __forceinline__ constexpr int whole(int bytes) { return (bytes + 127) & ~127; }
 #endif
 
 }  // namespace voltapile

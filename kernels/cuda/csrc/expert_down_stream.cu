@@ -3,7 +3,7 @@
 // lie in its shared memory, row by row, before tokens come; then a warp takes one chunk of one
 // expert, or a few. -D FORMAT; OTHER, of the expert that every token takes; ALONE 1 if there is
 // none; WARPS, as many as a block may have; TILES 1 and MANY 0.
-#include "expert_block.cuh"
+#include "expert_chunks.cuh"
 #include "expert_table.cuh"
 #include "grid.cuh"
 #include "matmul_epilogue.cuh"
@@ -76,11 +76,7 @@ struct Rows {
               chunk * Chunks<Format>::BYTES;
     }
     float sums[2];
-    if constexpr (Equal<Format, formats::Q6_K>::value)
-      WholeBlock<Format>::multiply_one(memory, at, slot, lane, sums);
-    else
-      WholeBlock<Format>::multiply(memory, at, slot, 1, lane, Chunks<Format>{k}.groups(chunk),
-                                   sums);
+    WholeBlock<Format>::multiply_one(memory, at, slot, lane, Chunks<Format>{k}.groups(chunk), sums);
     __syncwarp();  // the token has been read
     if ((lane & 3) == 0)
 #pragma unroll

@@ -6,7 +6,7 @@
 // An item is a chunk of a tile; warp w takes items w, w + WARPS, ..., and has DEPTH of them on the
 // way, or two, if they are large. -D WARPS, DEPTH; TILES 1 and MANY 0.
 #pragma once
-#include "expert_block.cuh"
+#include "expert_chunks.cuh"
 #include "grid.cuh"
 #include "matmul_epilogue.cuh"
 
@@ -107,7 +107,7 @@ struct Strip {
     Walk ahead(warp, chunks), own = ahead;
     const int asks = is_early ? 0 : -PLACES;
     int place = 0;
-    // The first PLACES turns fill the ring. One loop, since code that runs once comes from far away.
+    // The first PLACES turns fill the ring. One loop: code that runs once comes from far away.
 #pragma unroll 1
     for (int turn = -PLACES; turn <= 0 || own.tile < tiles; ++turn) {
       if (turn == asks) {
