@@ -18,7 +18,10 @@ FROM, MOST, ROOM = 9, 64, 32  # rows, up to which they are usual; those of a tur
 # Columns from which on records of tokens are worth a launch of their own; a late norm's cost none.
 STAGED_FROM = 8192
 CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_rows.cu
-CREWS = (16, 18, 20)  # warps of a block: even, since a gate and its up are neighbours'
+# Warps of a block, by the tiles that a warp multiplies at once, which share what is read of tokens:
+# even numbers, since a gate and its up are neighbours'. Two at once where a cluster has MANY tiles.
+CREWS = {1: (16, 18, 20), 2: (12,)}
+MANY = 48
 # Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.
 # One box does for a single round; else all warps meet after each.
 MEMORY = [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)]
@@ -26,17 +29,23 @@ FORMATS = stream.FORMATS
 PASSES = (2, 4)  # times eight tokens, that a kernel multiplies at once
 
 
-def _instance(pair: tuple[str, str], passes: int) -> Instance:
-    defines = {"FORMAT": pair[0], "OTHER": pair[1], "SPLIT": CLASSES, "CREW": max(CREWS)}
-    defines |= {"MANY": passes, "WARPS": CLASSES, "TILES": 1}
+def _instance(pair: tuple[str, str], passes: int, held: int) -> Instance:
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "SPLIT": CLASSES, "CREW": max(CREWS[held])}
+    defines |= {"MANY": passes, "WARPS": CLASSES, "TILES": 1, "HELD": held}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_cluster.cu", "matmul_cluster", named, is_exact=True, waits=True)
 
 
-def instances() -> dict[tuple[tuple[str, str], int], Instance]:
-    """By formats, and by times eight tokens."""
+def instances() -> dict[tuple[tuple[str, str], int, int], Instance]:
+    """By formats, times eight tokens, and tiles at once."""
     pairs = [*((name, name) for name in FORMATS), *stream.MIXED]
-    return {(pair, passes): _instance(pair, passes) for pair in pairs for passes in PASSES}
+    return {
+        (pair, passes, held): _instance(pair, passes, held)
+        for pair in pairs
+        for passes in PASSES
+        for held in CREWS
+        if held == 1 or all(CHUNKS[name].is_block for name in pair)
+    }
 
 
 CLUSTER = instances()
@@ -46,9 +55,11 @@ INSTANCES = list(CLUSTER.values())
 @dataclass(frozen=True)
 class Deal:
     """clusters: of a turn of `room` tokens; those from first_other on take the other format.
-    crew: warps of a block. depth: of rings. boxes: for sums that arrive."""
+    held: tiles of a warp at once. crew: warps of a block. depth: of rings. boxes: for sums that
+    arrive."""
 
     clusters: int
+    held: int
     crew: int
     room: int
     passes: int
@@ -61,7 +72,7 @@ class Deal:
 @functools.lru_cache(maxsize=1024)
 def deal(task: stream.Task) -> Deal | None:
     """None if it is not this kernel's; then it is another's, with the same bits."""
-    if (task.pair, PASSES[0]) not in CLUSTER or task.tokens < FROM or not task.is_whole:
+    if (task.pair, PASSES[0], 1) not in CLUSTER or task.tokens < FROM or not task.is_whole:
         return None
     for turns in range(-(-task.tokens // ROOM), task.tokens + 1):
         found = _deal(task, turns)
@@ -81,20 +92,29 @@ def _deal(task: stream.Task, turns: int) -> Deal | None:
     if task.others:
         tiles = max(tiles, -(-task.others // (clusters - first)))
     slots = -(-task.columns // (256 * CLASSES))
-    for crew in sorted(CREWS, key=lambda crew: _steps(tiles, slots, crew)):
+    for held, crew in _ways(task.pair, tiles, slots):
         for boxes, depth in MEMORY:
-            own_boxes = 1 if tiles <= crew else boxes
-            sizes = slots, passes, crew, depth, own_boxes
-            shared = max(_shared_bytes(part, *sizes) for part in parts)
+            own_boxes = 1 if tiles <= held * crew else boxes
+            shared = max(
+                _shared_bytes(part, slots, 8 * passes, held, crew, depth, own_boxes)
+                for part in parts
+            )
             if shared <= task.most_shared:
-                return Deal(clusters, crew, room, passes, first, depth, own_boxes, shared)
+                sizes = depth, own_boxes, shared
+                return Deal(clusters, held, crew, room, passes, first, *sizes)
     return None
 
 
-def _steps(tiles: int, slots: int, crew: int) -> int:
-    """Chunks that a warp multiplies one after the other; the last tiles may be shared."""
-    rounds, left = divmod(tiles, crew)
-    return rounds * slots + (0 if not left else 1 if left * slots <= crew else slots)
+def _ways(pair: tuple[str, str], tiles: int, slots: int) -> list[tuple[int, int]]:
+    """Tiles at once and warps, the best first: those with which the longest warp multiplies fewest
+    chunks one after the other. The last tiles may be shared."""
+
+    def steps(crew: int) -> int:
+        rounds, left = divmod(tiles, crew)
+        return rounds * slots + (0 if not left else 1 if left * slots <= crew else slots)
+
+    two = [(2, crew) for crew in CREWS[2] if tiles >= MANY and (pair, PASSES[0], 2) in CLUSTER]
+    return two + [(1, crew) for crew in sorted(CREWS[1], key=steps)]
 
 
 def _clusters(multiprocessors: int) -> int:
@@ -102,17 +122,12 @@ def _clusters(multiprocessors: int) -> int:
     return 15 * multiprocessors // 132 if multiprocessors >= 32 else multiprocessors // CLASSES
 
 
-def _shared_bytes(chunk: Chunk, slots: int, passes: int, crew: int, depth: int, boxes: int) -> int:
-    box = 512 * crew * passes
-    ring = depth * _tile_bytes(chunk) + chunk.scale_bytes
-    bells = 8 * (2 * max(CREWS) + slots + slots % 2)
-    return (
-        bells
-        + _table_bytes(chunk)
-        + boxes * box
-        + crew * ring
-        + slots * chunk.slot_bytes(8 * passes)
-    )
+def _shared_bytes(
+    chunk: Chunk, slots: int, room: int, held: int, crew: int, depth: int, boxes: int
+) -> int:
+    warp = held * (boxes * 64 * room + depth * _tile_bytes(chunk)) + chunk.scale_bytes
+    bells = 8 * (2 * max(CREWS[held]) + slots + slots % 2)
+    return bells + _table_bytes(chunk) + crew * warp + slots * chunk.slot_bytes(room)
 
 
 def _vectors(chunk: Chunk) -> int:

@@ -333,7 +333,7 @@ def _clusters(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
         own, other = 0, 0
         if late_norm(x) is not None or task.columns >= clusters.STAGED_FROM:
             own, other = records.made(ops, x, task.pair, bool(launch.others))
-        ops.kernel(clusters.CLUSTER[task.pair, deal.passes])(
+        ops.kernel(clusters.CLUSTER[task.pair, deal.passes, deal.held])(
             (deal.clusters * clusters.CLASSES, -(-task.tokens // deal.room)),
             32 * deal.crew,
             (*launch.matrices, x.ptr, own, other, *map(np.int32, (*numbers, *ends))),

@@ -10,7 +10,8 @@
 // grid: (CLASSES * clusters, turns of `room` tokens). Clusters from first_other on take the
 // matrices whose bit in `others` is set. boxes: 2 where a tile's sums may arrive while those of the
 // one before are read, else 1. -D FORMAT, OTHER; SPLIT and WARPS, both CLASSES; CREW, the
-// most warps, an even number; MANY 2 or 4; TILES 1.
+// most warps, an even number; MANY 2 or 4; TILES 1; HELD,
+// the tiles that a warp multiplies at once, 1 or 2.
 #include "grid.cuh"
 #include "matmul_crew.cuh"
 #include "matmul_letters.cuh"
@@ -77,24 +78,28 @@ template <class F>
 __device__ __forceinline__ void multiply_chunks(const Launch& all, const Memory<F>& memory,
                                                 unsigned mask, const Work::Task& task,
                                                 Fetch<F>& fetch, int& place, bool is_awaited,
-                                                int lane, Sums& total) {
+                                                int lane, Sums (&total)[HELD]) {
   using M = CrewMemory<F>;
   using Raw = typename M::Raw;
-  const std::uint8_t* weights = nullptr;  // of which only the last four bits matter
-  if (Raw::SLACK > 0)
-    weights = Place(all, mask, task.tile).begin(fetch.row_bytes) + all.rank * M::BYTES;
+  const std::uint8_t* weights[HELD] = {};  // of which only the last four bits matter
+#pragma unroll
+  for (int i = 0; i < HELD; ++i)
+    if (Raw::SLACK > 0)
+      weights[i] = Place(all, mask, fetch.work.tile(task, i)).begin(fetch.row_bytes) +
+                   (all.rank + CLASSES * task.from) * M::BYTES;
 #pragma unroll 1
   for (int n = task.from; n < task.to; ++n) {
     if (Order<F>::IS_BLOCK && is_awaited) await(memory.chunk_bell(n), true);
     wait_for_chunk<0>(all.depth);
     __syncwarp();
-    const std::uint8_t* first = weights + n * CLASSES * M::BYTES;
     const Raw raw(fetch.row_bytes, 15, lane);
-    std::uint8_t* behind = memory.ring + all.depth * Raw::SIZE;
-    add_chunk<F>(memory.ring, place * Raw::SIZE, behind, first, raw, memory.slot(n), Tile{lane},
-                 total);
+    std::uint8_t* behind = memory.ring + all.depth * HELD * Raw::SIZE;
+    const int here = place * HELD * Raw::SIZE;
+    add_chunk<F>(memory.ring, here, behind, weights, raw, memory.slot(n), Tile{lane}, total);
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) weights[i] += CLASSES * M::BYTES;
     __syncwarp();  // what was read may be overwritten
-    fetch.begin(memory.ring + place * Raw::SIZE, memory.table, lane);
+    fetch.begin(memory.ring + here, memory.table, lane);
     place = place + 1 < all.depth ? place + 1 : 0;
   }
 }
@@ -114,12 +119,13 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   const Memory<F> memory(all, shared, warp, most);
 
   Fetch<F> fetch(all, work, mask, row_bytes);
-  for (int i = 0; i < all.depth; ++i) fetch.begin(memory.ring + i * Raw::SIZE, nullptr, lane);
+  for (int i = 0; i < all.depth; ++i)
+    fetch.begin(memory.ring + i * HELD * Raw::SIZE, nullptr, lane);
   if (warp == 0) M::make_table(memory.table, row_bytes, lane);
   if (lane < all.boxes) {
     Bell* bell = memory.bells_of(lane) + warp;
     make_bell(bell);
-    if (lane < work.rounds && work.task(lane).is_in) expect(bell, LETTER * sizeof(float2));
+    if (lane < work.rounds && work.task(lane).is_in) expect(bell, LETTERS);
   }
   if (warp == 0 && lane < work.slots) make_bell(memory.chunk_bell(lane));
   __syncthreads();
@@ -136,7 +142,7 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
 
   int place = 0;
   for (int round = 0; round <= work.rounds; ++round) {
-    Sums total = {};
+    Sums total[HELD] = {};
     const bool is_over = round == work.rounds;
     const Work::Task task = work.task(round);
     if (task.is_in)
@@ -150,7 +156,10 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
     }
     const int box = all.boxes > 1 ? round & 1 : 0;
     if (task.is_in)
-      send_sums(total, memory.box(box), memory.bells_of(box) + warp, warp, all.rank, Tile{lane});
+#pragma unroll
+      for (int i = 0; i < HELD; ++i)
+        send_sums(total[i], memory.box(box), memory.bells_of(box) + warp, warp * HELD + i,
+                  all.rank, Tile{lane});
   }
 }
 #endif

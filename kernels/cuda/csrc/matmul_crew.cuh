@@ -10,7 +10,7 @@ namespace voltapile {
 
 constexpr int CLASSES = SPLIT;
 constexpr int ROOM = 8 * PASSES, TOKENS = ROOM / CLASSES;  // of all blocks; whose sums one adds
-static_assert(CLASSES == WARPS && ROOM % CLASSES == 0 && CREW % 2 == 0);
+static_assert(CLASSES == WARPS && ROOM % CLASSES == 0 && CREW % 2 == 0 && HELD <= 2);
 
 struct Launch {
   Matrix matrices[3];
@@ -84,34 +84,37 @@ struct CrewMemory {
   }
 };
 
-// What the warps of a block have to do: tiles from begin to end, a round of `crew` after the other,
-// each with all `slots` chunks of the class. If so few are left for the last round that there is a
-// warp for each of their chunks (`most`, in any class), warps take a chunk each.
+// What the warps of a block have to do: tiles from begin to end, HELD neighbours a warp, a round of
+// `crew` warps after the other, each with all `slots` chunks of the class. If so few are left for
+// the last round that there is a warp for each of their chunks (`most`, in any class), warps take a
+// chunk each.
 struct Work {
   int crew, begin, end, slots, warp, rounds;
   int parts, mate, part;  // of the last round: of a tile, and which this warp takes of which
 
   struct Task {
-    int tile, number, from, to, parts, part;  // number: of the tile in its round
+    int tile, number, from, to, parts, part;  // tile: the first; number: of the warps' in a round
     bool is_in;
   };
   __device__ __forceinline__ Work(int crew, int begin, int end, int slots, int most, int warp)
-      : crew(crew),
-        begin(begin),
-        end(end),
-        slots(slots),
-        warp(warp),
-        rounds((end - begin + crew - 1) / crew) {
-    const int left = end - begin - (rounds - 1) * crew;
+      : crew(crew), begin(begin), end(end), slots(slots), warp(warp) {
+    const int count = (end - begin + HELD - 1) / HELD;
+    rounds = (count + crew - 1) / crew;
+    const int left = count - (rounds - 1) * crew;
     parts = left < crew && left * most <= crew ? most : 1;
     mate = warp / parts, part = warp - mate * parts;
   }
   __device__ __forceinline__ bool shares(int round) const { return parts > 1 && is_last(round); }
   __device__ __forceinline__ bool is_last(int round) const { return round == rounds - 1; }
   __device__ __forceinline__ Task task(int round) const {
-    const int first = begin + round * crew;
-    if (!shares(round)) return {first + warp, warp, 0, slots, 1, 0, first + warp < end};
-    return {first + mate, mate, part, min(part + 1, slots), parts, part, first + mate < end};
+    const bool is_shared = shares(round);
+    const int number = is_shared ? mate : warp, tile = begin + HELD * (round * crew + number);
+    if (!is_shared) return {tile, number, 0, slots, 1, 0, tile < end};
+    return {tile, number, part, min(part + 1, slots), parts, part, tile < end};
+  }
+  // The i-th of a warp's tiles, or its last.
+  __device__ __forceinline__ int tile(const Task& task, int i) const {
+    return min(task.tile + i, end - 1);
   }
 };
 
@@ -123,7 +126,7 @@ struct Fetch {
   const Work& work;
   unsigned mask;
   int row_bytes, round = 0, left;
-  const std::uint8_t* from;
+  const std::uint8_t* from[HELD];
 
   __device__ __forceinline__ Fetch(const Launch& all, const Work& work, unsigned mask,
                                    int row_bytes)
@@ -133,8 +136,11 @@ struct Fetch {
   // To a place of the ring, if there is a chunk.
   __device__ __forceinline__ void begin(std::uint8_t* place, const int* table, int lane) {
     if (left > 0) {
-      M::begin(place, from, table, row_bytes, lane);
-      from += CLASSES * M::BYTES;
+#pragma unroll
+      for (int i = 0; i < HELD; ++i) {
+        M::begin(place + i * M::Raw::SIZE, from[i], table, row_bytes, lane);
+        from[i] += CLASSES * M::BYTES;
+      }
       if (--left == 0) {
         ++round;
         find();
@@ -150,8 +156,10 @@ struct Fetch {
     const Work::Task task = work.task(round);
     if (!task.is_in) return;
     left = task.to - task.from;
-    from = Place(all, mask, task.tile).begin(row_bytes) +
-           (all.rank + CLASSES * task.from) * M::BYTES;
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+      from[i] = Place(all, mask, work.tile(task, i)).begin(row_bytes) +
+                (all.rank + CLASSES * task.from) * M::BYTES;
   }
 };
 
@@ -163,7 +171,8 @@ __device__ __forceinline__ void wait_for_chunk(int depth) {
   wait_for_copies<PENDING>();
 }
 
-constexpr int LETTER = CLASSES * TOKENS * 8;  // of pairs
+constexpr int LETTER = CLASSES * TOKENS * 8;  // of pairs, for a tile
+constexpr int LETTERS = HELD * LETTER * sizeof(float2);  // bytes of a warp's
 
 // Where things are in the block's shared memory.
 template <class F>
@@ -179,9 +188,9 @@ struct Memory {
   __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int warp, int most) {
     bells = reinterpret_cast<Bell*>(shared);
     table = reinterpret_cast<int*>(chunk_bell(most + (most & 1)));
-    boxes = reinterpret_cast<float2*>(table + M::TABLE), box_pairs = all.crew * LETTER;
+    boxes = reinterpret_cast<float2*>(table + M::TABLE), box_pairs = all.crew * HELD * LETTER;
     std::uint8_t* rings = reinterpret_cast<std::uint8_t*>(box(all.boxes));
-    const int ring_bytes = all.depth * M::Raw::SIZE + M::SCALES;
+    const int ring_bytes = all.depth * HELD * M::Raw::SIZE + M::SCALES;
     ring = rings + warp * ring_bytes, tokens = rings + all.crew * ring_bytes;
   }
   __device__ __forceinline__ float2* box(int i) const { return boxes + i * box_pairs; }

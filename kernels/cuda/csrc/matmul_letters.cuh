@@ -13,12 +13,12 @@ __device__ __forceinline__ int pair_at(int number, int which, int token, int pai
 
 // To all blocks: what they own of this warp's sums.
 __device__ __forceinline__ void send_sums(const float (&total)[PASSES][Tile::VALUES], float2* box,
-                                          Bell* bell, int warp, int which, const Tile& tile) {
+                                          Bell* bell, int number, int which, const Tile& tile) {
 #pragma unroll
   for (int i = 0; i < 2 * PASSES; ++i) {
     const int token = 8 * (i / 2) + tile.sum_token(i % 2);
     send({total[i / 2][i % 2], total[i / 2][2 + i % 2]},
-         box + pair_at(warp, which, token % TOKENS, tile.lane >> 2), bell, token / TOKENS);
+         box + pair_at(number, which, token % TOKENS, tile.lane >> 2), bell, token / TOKENS);
   }
 }
 
@@ -47,7 +47,7 @@ struct Finish {
       if (is_there[i] && all.kind == ADD) before[i] = out[8 * i];
     }
   }
-  // letter: what all classes have sent of a tile; its parts lie behind each other.
+  // letter: what all classes have sent of a tile; its parts lie HELD letters behind each other.
   __device__ __forceinline__ float2 sum_of(const float2* letter, int parts) const {
     letter += pair_at(0, 0, own, pair);
     float2 whole[CLASSES], sum{0, 0};
@@ -57,7 +57,7 @@ struct Finish {
     for (int n = 1; n < parts; ++n)
 #pragma unroll
       for (int which = 0; which < CLASSES; ++which)
-        add(whole[which], letter[pair_at(n, which, 0, 0)]);
+        add(whole[which], letter[pair_at(n * HELD, which, 0, 0)]);
 #pragma unroll
     for (int which = 0; which < CLASSES; ++which) add(sum, whole[which]);
     return sum;
@@ -66,14 +66,14 @@ struct Finish {
     sum.x += part.x;
     sum.y += part.y;
   }
-  // letter: of this tile, or of a gate, and behind it its up's.
-  __device__ __forceinline__ void write(const float2* letter, int parts) const {
+  // letter: of this tile, or of a gate, and `up` behind it its up's.
+  __device__ __forceinline__ void write(const float2* letter, int up, int parts) const {
     if (!is_there[0] && !is_there[1]) return;
     float2 value{0, 0}, gate;
 #pragma unroll 1
     for (int half = 0; half <= all.is_glu(); ++half) {  // one path for a gate and its up
       gate = value;
-      value = sum_of(letter + half * parts * LETTER, parts);
+      value = sum_of(letter + half * up, parts);
       const float* add_to = half ? up_bias : bias;
       if (add_to != nullptr) add(value, {add_to[row], add_to[row + 8]});
     }
@@ -97,15 +97,21 @@ __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
   const int box = all.boxes > 1 ? round & 1 : 0, uses = all.boxes > 1 ? round >> 1 : round;
   Bell* bells = memory.bells_of(box);
   if (task.part == 0) {
-    const Finish finish(all, mask, task.tile, lane);
-    const int mates = all.is_glu() ? 2 : 1, first = (task.number & -mates) * task.parts;
+    // A gate and its up: of two warps, or of one.
+    const int mates = all.is_glu() ? 2 / HELD : 1, first = (task.number & -mates) * task.parts;
+    const int up = LETTER * (HELD > 1 ? 1 : task.parts);
 #pragma unroll 1
-    for (int n = 0; n < mates * task.parts; ++n) await(bells + first + n, ~uses & 1);
-    finish.write(memory.box(box) + first * LETTER, task.parts);
+    for (int i = 0; i < min(HELD, work.end - task.tile); ++i) {
+      const Finish finish(all, mask, task.tile + i, lane);
+#pragma unroll 1
+      for (int n = 0; n < mates * task.parts; ++n) await(bells + first + n, ~uses & 1);
+      const int letter = first * HELD + (all.is_glu() ? 0 : i);
+      finish.write(memory.box(box) + letter * LETTER, up, task.parts);
+    }
   }
   const int next = round + all.boxes;
   if (lane == 0 && next < work.rounds && work.task(next).is_in)
-    expect(bells + work.warp, LETTER * sizeof(float2));
+    expect(bells + work.warp, LETTERS);
   __syncwarp();
 }
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(clusters, "CREWS", (2,))
+    monkeypatch.setattr(clusters, "CREWS", {1: (2,), 2: (2,)})
     monkeypatch.setattr(clusters, "CLUSTER", clusters.instances())
     monkeypatch.setattr(clusters, "FROM", 1)
     monkeypatch.setattr(stream, "TOKENS", 0)
@@ -34,10 +34,15 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     clusters.deal.cache_clear()
 
 
-@pytest.fixture(params=[0, 1 << 20], ids=["records", "none"])
-def _staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether tokens come as records."""
-    monkeypatch.setattr(clusters, "STAGED_FROM", request.param)
+NEVER = 1 << 20
+WAYS = {"records": (0, NEVER), "alone": (NEVER, NEVER), "two": (NEVER, 0), "two, records": (0, 0)}
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where on tokens come as records, and warps multiply two tiles at once."""
+    monkeypatch.setattr(clusters, "STAGED_FROM", request.param[0])
+    monkeypatch.setattr(clusters, "MANY", request.param[1])
 
 
 def both(ops: object, monkeypatch: pytest.MonkeyPatch, run: object) -> tuple[np.ndarray, ...]:
@@ -50,7 +55,7 @@ def both(ops: object, monkeypatch: pytest.MonkeyPatch, run: object) -> tuple[np.
         return got, run()  # type: ignore[operator]
 
 
-@pytest.mark.usefixtures("_staged")
+@pytest.mark.usefixtures("_way")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", clusters.FORMATS)
 def test_bits_are_those_of_rows(
@@ -74,6 +79,7 @@ def test_bits_are_those_of_rows(
         assert (error <= tolerance(x, values, name)).all()
 
 
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("boxes", [1, 2])
 def test_sums_wait_for_their_readers(
     boxes: int,
@@ -90,6 +96,7 @@ def test_sums_wait_for_their_readers(
     np.testing.assert_array_equal(*got)
 
 
+@pytest.mark.usefixtures("_way")
 @pytest.mark.slow
 def test_warps_may_drift_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten rounds, and a tile that two warps share at the end."""
@@ -101,7 +108,7 @@ def test_warps_may_drift_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(*got)
 
 
-@pytest.mark.usefixtures("_staged")
+@pytest.mark.usefixtures("_way")
 def test_more_rows_than_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
     raw, x = random_raw("Q4_K", 100, 512), activations(37, 512)
@@ -111,7 +118,7 @@ def test_more_rows_than_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(*got)
 
 
-@pytest.mark.usefixtures("_staged")
+@pytest.mark.usefixtures("_way")
 @pytest.mark.slow
 def test_two_formats_share_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
@@ -128,6 +135,7 @@ def test_two_formats_share_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(*both(ops, monkeypatch, run))
 
 
+@pytest.mark.usefixtures("_way")
 def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
     for run in glu_and_residual(ops, 250, 9):
@@ -157,4 +165,7 @@ def test_deals_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one is not None
     assert (one.crew, one.boxes) == (18, 1)
     assert many is not None
-    assert (many.crew, many.boxes) == (20, 2)
+    assert (many.held, many.crew, many.boxes) == (2, 12, 2)
+    few = deal("Q5_K", 4096, 32, 24576)  # whose chunks are not multiplied as they lie
+    assert few is not None
+    assert (few.held, few.crew) == (1, 20)
