@@ -154,24 +154,25 @@ __device__ __forceinline__ int afresh(int number) {
   return number;
 }
 
+// Without asking what was there. Nobody else adds to it, so there is but one order.
+__device__ __forceinline__ void add_to(float* place, float value) {
+#ifdef VP_EMULATION
+  *place += value;
+#else
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(__cvta_generic_to_global(place)), "f"(value)
+               : "memory");
+#endif
+}
+
 constexpr int CLASSES = 8;  // of chunks, whose sums are made first
 
 // What a thread has to do with the end of a unit: value i of its [token][16 rows].
 struct Ending {
   const Units& units;
   int unit, i;
-  const float* adds = nullptr;  // to what lies here
-  float before = 0;             // asked for early
 
   __device__ __forceinline__ Ending(const Units& units, int unit, int i)
-      : units(units), unit(unit), i(i) {
-    if (units.all.kind != ADD) return;
-    const Matrix matrix = units.matrix(unit);
-    if (is_there(matrix)) adds = place(matrix);
-  }
-  __device__ __forceinline__ void ask() {
-    if (adds != nullptr) before = *adds;
-  }
+      : units(units), unit(unit), i(i) {}
   __device__ __forceinline__ bool is_there(const Matrix& matrix) const {
     return (i / 16 < units.all.tokens) & (row(matrix) >= meant());  // no branch
   }
@@ -203,7 +204,8 @@ struct Ending {
       if (bias != nullptr) value += bias[own];
     }
     if (units.all.is_glu()) value = activated(gate, units.all.kind) * value;
-    *place(matrix) = units.all.kind == ADD ? before + value : value;
+    if (units.all.kind == ADD) add_to(place(matrix), value);
+    else *place(matrix) = value;
   }
 };
 
@@ -247,7 +249,6 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
   int place = 0;
   // The first turn stages tokens: what turns have in common is then ready before the wait.
   for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
-    Ending ending(units, unit, threadIdx.x % (32 * WARPS));
     if (count == 0) {
       grid_wait();
       // Of the whole warp, one number: branches on it need no code for lanes that go apart.
@@ -255,7 +256,6 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
       __syncthreads();
       if (unit >= units.count) break;
     }
-    ending.ask();
     // Two sets of sums in turn, so that a set is read while the next is made.
     float* set = sums + (count & 1) * WARPS * subs * one;
     for (int sub = 0; sub < subs; ++sub) {
@@ -279,7 +279,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
       keep_sums_of(total[0], tile, 0, all.tokens, set + (sub * WARPS + warp) * one);
     }
     meet_team(team);
-    ending.write(set, one);
+    Ending(units, unit, threadIdx.x % (32 * WARPS)).write(set, one);
   }
 }
 #endif
