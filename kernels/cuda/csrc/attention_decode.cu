@@ -372,7 +372,6 @@ attention_decode(const float* q, unsigned char* key_base, unsigned char* value_b
   const bool is_only = all.first == all.last;
   place_rows(sh, mine, item, all, places, positions, piece, num_heads, limit, window, most);
   __syncthreads();
-  grid_wait();
   if (is_raw) {
     const Raw raw{q, k, v, q_norm, k_norm, angles, key_base, value_base, pairs, apart, eps};
     stage_raw({sh.q, sh.rows, sh.query, sh.token, sh.used}, run, raw, sh.from, sh.strands[warp],
@@ -380,6 +379,7 @@ attention_decode(const float* q, unsigned char* key_base, unsigned char* value_b
     __syncthreads();
     sh.strands[warp].go_on(sh.from, state, lane);
   } else {
+    grid_wait();
     sh.strands[warp].go_on(sh.from, state, lane);
     stage_queries(sh, q, key_dim, scale, warp, lane);
     __syncthreads();

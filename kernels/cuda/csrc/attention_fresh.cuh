@@ -6,6 +6,7 @@
 #pragma once
 #include "attention_join.cuh"
 #include "attention_turn.cuh"
+#include "grid.cuh"
 
 namespace voltapile {
 
@@ -78,11 +79,10 @@ struct Staged {
 struct RawHead {
   const float *from, *weight, *angles;
   int target;  // a row, or a fresh position
-  bool is_query, is_value;
 
-  __device__ __forceinline__ RawHead(const Jobs& jobs, int i, const Staged& to, const Run& run,
-                                     const Raw& raw, const Pages& where) {
-    is_query = !jobs.is_fresh(), is_value = !is_query && i == 1;
+  __device__ __forceinline__ void find(const Jobs& jobs, int i, const Staged& to, const Run& run,
+                                       const Raw& raw, const Pages& where) {
+    const bool is_query = !jobs.is_fresh(), is_value = !is_query && i == 1;
     target = is_query ? jobs.row + i * jobs.step : jobs.p;
     const int token = is_query ? to.token[target] : run.token + target - run.first;
     const int place = is_query ? to.query[target] : token * where.kv_heads + where.kv_head;
@@ -92,59 +92,65 @@ struct RawHead {
   }
 };
 
+// What lies in scratch becomes position p's key or value.
 template <class S>
-__device__ __forceinline__ void store_fresh(const Raw& raw, const RawHead& head, const Source& s,
+__device__ __forceinline__ void store_fresh(const Raw& raw, bool is_value, int p, const Source& s,
                                             S& own, const float* scratch) {
   const Pages& where = s.where;
-  const int p = head.target, page = where.table[p / PAGE];
+  const int page = where.table[p / PAGE];
   if (page < 0 || page >= where.pages) return;
   if constexpr (PATCHES) {
     const unsigned step = static_cast<unsigned>(p - Walk(s).p) / Walk::ROUND;
     if (step < STAGES) {
       wait_for_copies<0>();  // of what lies beside it
       __syncwarp();
-      store_head(own.tiles[step][head.is_value].spot(p % STEP), scratch, KIND, DIM);
+      store_head(own.tiles[step][is_value].spot(p % STEP), scratch, KIND, DIM);
     }
   }
-  unsigned char* to = (head.is_value ? raw.values : raw.keys) +
+  unsigned char* to = (is_value ? raw.values : raw.keys) +
                       (page * where.kv_heads + where.kv_head) * head_bytes(KIND, DIM);
   store_head(spot_of(to, KIND, p % PAGE, DIM), scratch, KIND, DIM);
 }
 
-// own: the warp's strand. scratch: its own, for one head. All threads meet afterwards.
+// own: the warp's strand. scratch: its own, for one head. What needs no other kernel's results
+// comes before waiting for them. All threads meet afterwards.
 __device__ __forceinline__ void stage_raw(const Staged& to, const Run& run, const Raw& raw,
                                           const Source& s, Steps& own, float* scratch, float scale,
                                           int warp, int lane) {
   const Turns turns(raw.pairs, raw.apart);
 #pragma unroll 1
   for (Jobs jobs(s, run, to.used, warp); !jobs.are_done(); jobs.go_on(s, warp)) {
+    RawHead which[2];
     Head<DIM> heads[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!jobs.has(i)) break;
-      const RawHead head(jobs, i, to, run, raw, s.where);
-      heads[i].read(head.from, DIM, lane);
-      heads[i].read_constants(head.weight, head.angles, turns, DIM, lane);
+      which[i].find(jobs, i, to, run, raw, s.where);
+      heads[i].read_constants(which[i].weight, which[i].angles, turns, DIM, lane);
     }
+    grid_wait();
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (jobs.has(i)) heads[i].read(which[i].from, DIM, lane);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!jobs.has(i)) break;
-      const RawHead head(jobs, i, to, run, raw, s.where);
-      if (head.weight != nullptr) heads[i].norm(DIM, raw.eps);
-      if (!head.is_value) heads[i].rotate(turns, scratch, lane);
+      if (which[i].weight != nullptr) heads[i].norm(DIM, raw.eps);
+      if (which[i].angles != nullptr) heads[i].rotate(turns, scratch, lane);
       heads[i].put(scratch, lane);
-      if (head.is_query) {
+      const int target = which[i].target;
+      if (jobs.is_fresh()) {
+        store_fresh(raw, i == 1, target, s, own, scratch);
+      } else {
         Query<DIM> query;
         query.read(scratch, DIM, lane);
-        const float power =
-            query.template stage<KvTile::IN_FOURS>(to.q + head.target * PITCH, lane);
-        if (lane == 0) to.rows[head.target].factor = power * scale;
-      } else {
-        store_fresh(raw, head, s, own, scratch);
+        const float power = query.template stage<KvTile::IN_FOURS>(to.q + target * PITCH, lane);
+        if (lane == 0) to.rows[target].factor = power * scale;
       }
       __syncwarp();
     }
   }
+  grid_wait();
 }
 
 }  // namespace voltapile
