@@ -1,10 +1,10 @@
 // From router logits to a token's experts and their weights, and the gates beside them.
+#include "choice.cuh"
 #include "early.cuh"
 #include "norm_row.cuh"
 #include "state_rows.cuh"
 
 using namespace voltapile;
-using u64 = unsigned long long;
 
 constexpr int PER_BLOCK = 4;  // experts of a block of `route`
 constexpr int SLOTS = 4;      // float4 of a router's row that a thread asks for at once
@@ -13,28 +13,6 @@ constexpr int RUNS = SLOTS / 2 * THREADS / 32;  // of columns, that a block take
 #ifndef KIND
 #define KIND 0  // of a router's values, as in state_rows.cuh
 #endif
-#ifndef HELD
-#define HELD 32  // experts are no more than 32 times as many
-#endif
-
-constexpr unsigned EXPERTS = 32 * HELD;  // the most that an instance takes
-constexpr unsigned GROUPS = 64;          // of neighbouring experts
-constexpr unsigned MEMBERS = EXPERTS / GROUPS;
-constexpr unsigned MOST_USED = 32;
-constexpr unsigned SPLIT = 2;                      // lanes that share a candidate
-constexpr unsigned AT_ONCE = HELD < 8 ? HELD : 8;  // of a thread's loads
-constexpr unsigned NO_NUMBER = 1;
-
-// Of a logit, never 0: in the order of numbers, and what is no number is below them all.
-__device__ __forceinline__ unsigned key_of(float x) {
-  const unsigned bits = __float_as_uint(x + 0.0f);  // there is one zero
-  const unsigned key = bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
-  return x == x ? key : NO_NUMBER;
-}
-__device__ __forceinline__ float logit_of(unsigned key) {
-  const unsigned is_negative = static_cast<unsigned>(static_cast<int>(~key) >> 31);
-  return __uint_as_float(key ^ (is_negative | 0x80000000u));
-}
 
 // float32 to the nearest BF16, ties to even.
 __device__ __forceinline__ float rounded(float x, int is_rounded) {
@@ -48,142 +26,6 @@ extern "C" __global__ void round_to_bf16(const float* x, float* out, long long n
   grid_wait();
   const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < n) out[i] = rounded(x[i], 1);
-}
-
-// A token's choice in shared memory. keys: of its logits, 0 where there is no expert.
-struct Choice {
-  unsigned keys[EXPERTS];
-  u64 best[GROUPS], winners[MOST_USED];  // by rank
-  int groups[MOST_USED];                 // by the rank of their best
-
-  // Larger than all that come behind it: of equal ones the first expert.
-  __device__ __forceinline__ u64 whole(unsigned expert) const {
-    return static_cast<u64>(keys[expert]) << 32 | ~expert;
-  }
-};
-
-// What other blocks write meanwhile.
-__device__ __forceinline__ unsigned look_at(const unsigned* place) {
-#ifdef VP_EMULATION
-  return *place;
-#else
-  unsigned value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
-  return value;
-#endif
-}
-__device__ __forceinline__ void leave(unsigned* place, unsigned value) {
-#ifdef VP_EMULATION
-  *place = value;
-#else
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
-#endif
-}
-
-// Threads that work on one token: a warp, or a power of two of warps.
-struct Crew {
-  unsigned mine, bits;  // this one's number; log2 of how many there are
-
-  __device__ __forceinline__ unsigned size() const { return 1u << bits; }
-};
-
-// The `used` best groups hold all that is chosen, since each has one that is better than any of the
-// others. Ranks are counted. The whole block calls, with used = 0 for a token that is not there.
-__device__ __forceinline__ void rank_groups(Choice& own, unsigned used, Crew crew) {
-#pragma unroll 1
-  for (unsigned g = crew.mine; g < GROUPS; g += crew.size()) {
-    unsigned best = own.keys[MEMBERS * g], at = 0;
-#pragma unroll
-    for (unsigned i = 1; i < MEMBERS; ++i) {
-      const unsigned key = own.keys[MEMBERS * g + i];
-      if (key > best) best = key, at = i;
-    }
-    own.best[g] = static_cast<u64>(best) << 32 | ~(MEMBERS * g + at);
-  }
-  __syncthreads();
-  const unsigned split = crew.bits > 6 ? crew.bits - 6 : 0;  // log2 of lanes that share a group
-#pragma unroll 1
-  for (unsigned item = crew.mine; item < GROUPS << split; item += crew.size()) {
-    const unsigned g = item >> split;
-    const u64 best = own.best[g], *with = own.best + (item & ((1u << split) - 1));
-    unsigned rank = 0;
-#pragma unroll 1
-    for (unsigned j = 0; j < GROUPS >> split; j += 8)
-#pragma unroll
-      for (unsigned i = 0; i < 8; ++i) rank += with[(j + i) << split] > best;
-#pragma unroll 1
-    for (unsigned step = 1u << split >> 1; step > 0; step >>= 1)
-      rank += __shfl_xor_sync(ALL, rank, step);
-    if (rank < used) own.groups[rank] = g;
-  }
-  __syncthreads();
-}
-
-// Of their members the best; the block calls as above.
-__device__ __forceinline__ void rank_members(Choice& own, unsigned used, Crew crew) {
-  const unsigned items = used * MEMBERS * SPLIT;
-#pragma unroll 1
-  for (unsigned start = 0; start < items; start += crew.size()) {
-    const bool is_in = start + crew.mine < items;
-    const unsigned item = is_in ? start + crew.mine : 0, i = item / SPLIT, part = item % SPLIT;
-    const u64 candidate = own.whole(MEMBERS * own.groups[i / MEMBERS] + i % MEMBERS);
-    unsigned rank = 0;
-#pragma unroll 2
-    for (unsigned g = part; g < used; g += SPLIT) {
-      const unsigned first = MEMBERS * own.groups[g];
-#pragma unroll
-      for (unsigned j = 0; j < MEMBERS; ++j) rank += own.whole(first + j) > candidate;
-    }
-    rank += __shfl_xor_sync(ALL, rank, 1);
-    if (is_in && rank < used) own.winners[rank] = candidate;
-  }
-  __syncthreads();
-}
-
-// When keys are there; the block calls as above. Weights are shares of the chosen ones, so that the
-// others' sum cancels. They are added by rank. is_now: else nothing is written.
-__device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights, u64* counts,
-                                       unsigned used, Crew crew, bool is_now) {
-  __syncthreads();
-  rank_groups(own, used, crew);
-  rank_members(own, used, crew);
-  if (crew.mine >= 32 || used == 0) return;
-  const u64 winner = own.winners[min(crew.mine, used - 1)];
-  const unsigned key = static_cast<unsigned>(winner >> 32), expert = ~static_cast<unsigned>(winner);
-  const float best = logit_of(static_cast<unsigned>(own.winners[0] >> 32));
-  const float value = key == NO_NUMBER ? 0.0f : expf(logit_of(key) - best);
-  float all = 0.0f;
-#pragma unroll 4
-  for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, value, rank);
-  if (crew.mine >= used || !is_now) return;
-  chosen[crew.mine] = static_cast<int>(expert);
-  weights[crew.mine] = value / all;
-  atomicAdd(counts + expert, static_cast<u64>(1));
-}
-
-// A token's keys as blocks leave them, when all are there; places are 0 again then.
-__device__ __forceinline__ void collect(unsigned* inbox, unsigned* keys, unsigned experts,
-                                        Crew crew) {
-#pragma unroll 1
-  for (unsigned start = crew.mine; start < EXPERTS; start += AT_ONCE * crew.size()) {
-    unsigned key[AT_ONCE], least;
-    do {
-#pragma unroll
-      for (unsigned i = 0; i < AT_ONCE; ++i) {
-        const unsigned e = start + (i << crew.bits);
-        key[i] = e < experts ? look_at(inbox + e) : NO_NUMBER;
-      }
-      least = key[0];
-#pragma unroll
-      for (unsigned i = 1; i < AT_ONCE; ++i) least = min(least, key[i]);
-    } while (least == 0);
-#pragma unroll
-    for (unsigned i = 0; i < AT_ONCE; ++i) {
-      const unsigned e = start + (i << crew.bits);
-      if (e < EXPERTS) keys[e] = e < experts ? key[i] : 0;
-      if (e < experts) leave(inbox + e, 0);
-    }
-  }
 }
 
 // Four values of the router from `at` on, which is a multiple of 4.
@@ -245,7 +87,25 @@ __device__ __forceinline__ void add_squares(const float4* x, float (*sums)[RUNS]
   __syncthreads();
 }
 
-// The logits of a block's experts, for up to eight tokens from `first` on.
+// Products of a thread's columns of a token with those of each expert.
+__device__ __forceinline__ void multiply(float4 (&v)[SLOTS], const float4 (&w)[PER_BLOCK][SLOTS],
+                                         float (&sum)[PER_BLOCK], int is_rounded) {
+#pragma unroll
+  for (int i = 0; i < SLOTS; ++i) {
+    v[i] = {rounded(v[i].x, is_rounded), rounded(v[i].y, is_rounded), rounded(v[i].z, is_rounded),
+            rounded(v[i].w, is_rounded)};
+#pragma unroll
+    for (int e = 0; e < PER_BLOCK; ++e) {
+      sum[e] = fmaf(v[i].x, w[e][i].x, sum[e]);
+      sum[e] = fmaf(v[i].y, w[e][i].y, sum[e]);
+      sum[e] = fmaf(v[i].z, w[e][i].z, sum[e]);
+      sum[e] = fmaf(v[i].w, w[e][i].w, sum[e]);
+    }
+  }
+}
+
+// The logits of a block's experts, for up to eight tokens from `first` on. Weights go through the
+// code as a token before tokens are there.
 __device__ __forceinline__ void put_logits(const float* x, const void* router, unsigned* inbox,
                                            const Norm& norm, int first, int count, int experts,
                                            int k, int is_rounded) {
@@ -253,6 +113,9 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * PER_BLOCK;
   const int fours = k >> 2;
   const float inverse = 1.0f / k;
+  const void* stand_in = KIND == 0 ? router : norm.weight;
+  const float4* early = static_cast<const float4*>(stand_in);
+  const bool has_time = STARTS_EARLY && early != nullptr;
   const float4* rows = reinterpret_cast<const float4*>(x) + static_cast<long long>(first) * fours;
   float4* out = reinterpret_cast<float4*>(norm.out) + static_cast<long long>(first) * fours;
 #pragma unroll 1
@@ -271,45 +134,41 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
       for (int i = 0; i < SLOTS; ++i)
         if (four_at(i) < fours)
           g[i] = reinterpret_cast<const float4*>(norm.weight)[four_at(i)];
-    if (start == 0) grid_wait();
-    if (norm.weight != nullptr) add_squares(rows, sums, count, fours);
-    const auto load = [&](int t) {
-#pragma unroll
-      for (int i = 0; i < SLOTS; ++i) {
-        const int at = start + four_at(i);
-        v[i] = at < fours ? rows[t * fours + at] : make_float4(0, 0, 0, 0);
-      }
-    };
-    load(0);
 #pragma unroll 1
-    for (int t = 0; t < count; ++t) {
-      if (norm.weight != nullptr) {
-        const float factor = norm_factor(sums[t], (k + RUN - 1) / RUN, inverse, norm.eps, lane);
+    for (bool is_now = !has_time || start > 0, is_done = false; !is_done;
+         is_done = is_now, is_now = true) {
+      if (is_now && start == 0) grid_wait();
+      const float4* from = is_now ? rows : early;
+      const int here = is_now ? count : 1;
+      if (norm.weight != nullptr) add_squares(from, sums, here, fours);
+      const auto load = [&](int t) {
 #pragma unroll
         for (int i = 0; i < SLOTS; ++i) {
-          if (four_at(i) >= fours) continue;
-          v[i] = scaled(scaled(v[i], g[i]), factor);
-          if (blockIdx.x == t % (gridDim.x - 1)) out[t * fours + four_at(i)] = v[i];
+          const int at = start + four_at(i);
+          v[i] = at < fours ? from[t * fours + at] : make_float4(0, 0, 0, 0);
         }
-      }
-      float sum[PER_BLOCK] = {};
+      };
+      load(0);
+#pragma unroll 1
+      for (int t = 0; t < here; ++t) {
+        if (norm.weight != nullptr) {
+          const float factor = norm_factor(sums[t], (k + RUN - 1) / RUN, inverse, norm.eps, lane);
+          const bool writes = is_now && blockIdx.x == t % (gridDim.x - 1);
 #pragma unroll
-      for (int i = 0; i < SLOTS; ++i) {
-        v[i] = {rounded(v[i].x, is_rounded), rounded(v[i].y, is_rounded),
-                rounded(v[i].z, is_rounded), rounded(v[i].w, is_rounded)};
-#pragma unroll
-        for (int e = 0; e < PER_BLOCK; ++e) {
-          sum[e] = fmaf(v[i].x, w[e][i].x, sum[e]);
-          sum[e] = fmaf(v[i].y, w[e][i].y, sum[e]);
-          sum[e] = fmaf(v[i].z, w[e][i].z, sum[e]);
-          sum[e] = fmaf(v[i].w, w[e][i].w, sum[e]);
+          for (int i = 0; i < SLOTS; ++i) {
+            if (four_at(i) >= fours) continue;
+            v[i] = scaled(scaled(v[i], g[i]), factor);
+            if (writes) out[t * fours + four_at(i)] = v[i];
+          }
         }
-      }
-      if (t + 1 < count) load(t + 1);
-      const float all = join_four(sum, lane);
-      if ((lane & 7) == 0) {
-        float& part = parts[t][lane >> 3][warp];
-        part = start == 0 ? all : part + all;
+        float sum[PER_BLOCK] = {};
+        multiply(v, w, sum, is_rounded);
+        if (t + 1 < here) load(t + 1);
+        const float all = join_four(sum, lane);
+        if ((lane & 7) == 0) {
+          float& part = parts[t][lane >> 3][warp];
+          part = start == 0 ? all : part + all;
+        }
       }
     }
   }
