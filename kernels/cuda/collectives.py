@@ -18,6 +18,7 @@ from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.links import Links
 from voltapile.kernels.cuda.matmul import PLAIN
 from voltapile.kernels.cuda.norms import LateNorms
+from voltapile.kernels.cuda.pushing import Unlaunched, product_of
 from voltapile.kernels.ops import Arrival, Weight
 
 
@@ -47,13 +48,15 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Late:
-    """A sum into `out` that has not been launched. exact: so many first rows."""
+    """A sum into `out` that has not been launched. exact: so many first rows. product: its part's,
+    not launched either."""
 
     part: DeviceArray | None
     out: DeviceArray
     exact: int
     scales: DeviceArray | None = None
     bias: CudaWeight | None = None
+    product: Unlaunched | None = None
 
     @property
     def is_loose(self) -> bool:
@@ -70,7 +73,7 @@ class CudaCollectives:
     """See kernels/group.py. wires.py makes links. Before anything is launched comes `_catch_up`."""
 
     _links: Links | None = None
-    _unfinished: Unfinished | None = None
+    _unfinished: Unfinished | Unlaunched | None = None
     _late: Late | None = None
 
     @functools.cached_property
@@ -124,7 +127,11 @@ class CudaCollectives:
     ) -> DeviceArray | None:
         """x @ weight.T + bias, to be finished by the sum over ranks; None if that cannot be."""
         shape, links = (len(x), weight.shape[0]), self._links
-        if links is None or self._exact_rows(len(x)) or not group.can_sum_rows(links, shape):
+        if links is None:
+            return None
+        if (exact := self._exact_rows(len(x))) == len(x):
+            return self._push_late(links, x, weight, bias)
+        if exact or not group.can_sum_rows(links, shape):
             return None
         if not gemm.fits([weight], x.shape[1], is_fused):
             return None
@@ -137,12 +144,32 @@ class CudaCollectives:
         self._unfinished = Unfinished(sums, halves.scales, bias)
         return sums
 
+    def _push_late(
+        self, links: Links, x: DeviceArray, weight: CudaWeight, bias: CudaWeight | None
+    ) -> DeviceArray | None:
+        """As `_product_late`, of rows that are generated."""
+        ops, shape = self._launcher(), (len(x), weight.shape[0])
+        if not (links.norms and group.can_norm(links, shape)):
+            return None
+        with ops.scope():
+            product = product_of(ops, x, weight, bias)
+        if product is None:
+            return None
+        self._catch_up()
+        self._unfinished = product
+        place = ops.scratch(shape)
+        assert place.ptr == product.sums.ptr, (place, product)
+        return product.sums
+
     def _joined(self, part: DeviceArray | None, out: DeviceArray) -> Late | None:
         """The sum that finishes the product before it, if that is its part."""
         product = self._unfinished
         if product is None or part is None or product.sums.ptr != part.ptr:
             return None
-        late = Late(part, out, 0, product.scales, product.bias)
+        if isinstance(product, Unlaunched):
+            late = Late(part, out, len(out), product=product)
+        else:
+            late = Late(part, out, 0, product.scales, product.bias)
         if not late.leaves(out):
             return None
         self._unfinished = None
@@ -150,8 +177,10 @@ class CudaCollectives:
 
     def _catch_up(self) -> None:
         """Launch what is late."""
-        if self._unfinished is not None:
-            product, self._unfinished = self._unfinished, None
+        product, self._unfinished = self._unfinished, None
+        if isinstance(product, Unlaunched):
+            product.launch(())
+        elif product is not None:
             sums = product.sums
             gemm.finish(self._launcher(), sums, product.scales, sums, product.bias, PLAIN)
         if self._late is not None:
@@ -173,7 +202,10 @@ class CudaCollectives:
             norm = weight, eps, out
             group.all_reduce_rows(ops, links, late.part, x, True, late.scales, late.bias, norm)
         else:
-            group.all_reduce_norm(ops, links, late.part, x, weight, eps, out)
+            if late.product is not None:
+                late.product.launch(group.line_of(links))
+            is_pushed = late.product is not None
+            group.all_reduce_norm(ops, links, late.part, x, weight, eps, out, is_pushed)
         return out
 
     def all_gather(self, part: DeviceArray | None, rows: int, widths: Sequence[int]) -> DeviceArray:
@@ -221,6 +253,8 @@ def _waits_for_norm(links: Links, late: Late) -> bool:
 
 def _sum(ops: Launcher, links: Links, late: Late, accumulate: bool) -> None:
     """Exact rows, then the others."""
+    if late.product is not None:
+        late.product.launch(())
     if late.scales is not None:
         group.all_reduce_rows(ops, links, late.part, late.out, accumulate, late.scales, late.bias)
         return

@@ -136,14 +136,20 @@ def all_reduce_norm(
     weight: CudaWeight,
     eps: float,
     out: DeviceArray,
+    is_pushed: bool = False,
 ) -> None:
-    """x += the sum over ranks of part; out = rms_norm of x."""
+    """x += the sum over ranks of part; out = rms_norm of x. is_pushed: the others have the part."""
     rows, n = x.shape
     assert (weight.shape, out.shape) == ((n,), x.shape), (weight.shape, out, x)
     address = 0 if part is None else part.ptr
     arrays = links.record, address, x.ptr, weight.ptr, out.ptr
-    numbers = np.int32(n), np.float32(eps), np.int32(links.rank), np.int32(links.ranks)
+    numbers = np.int32(n), np.float32(eps), *line_of(links)[1:], np.int32(is_pushed)
     ops.kernel(SUM_NORM)((rows,), 32 * -(-n // RUN), (*arrays, *numbers), 8 * n)
+
+
+def line_of(links: Links) -> tuple[int, np.int32, np.int32]:
+    """What a kernel is told that sends to all others."""
+    return links.record, np.int32(links.rank), np.int32(links.ranks)
 
 
 def all_gather(

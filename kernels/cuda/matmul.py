@@ -82,31 +82,32 @@ EVERY_ROW_ALONE = Policy()
 
 
 @dataclass(frozen=True)
-class _Product:
+class Product:
     weight: CudaWeight
     bias: CudaWeight | None
     out: DeviceArray
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launch:
     """others: which of the products are of the pair's second format, a bit each. matrices: what
-    kernels are told of them."""
+    kernels are told of them. line: and of other ranks, if they get what is made (pushing.py)."""
 
     task: stream.Task
     epilogue: int
     others: int
     matrices: tuple[int | np.int32, ...]
+    line: tuple[int | np.int32, ...] = ()
 
     @classmethod
     def of(
         cls,
         ops: Launcher,
         x: DeviceArray,
-        products: list[_Product],
+        products: list[Product],
         epilogue: int,
         pair: tuple[str, str],
-    ) -> _Launch:
+    ) -> Launch:
         (tokens, columns), is_glu = x.shape, epilogue in (SILU, GELU)
         own = tuple(p.weight.shape[0] for p in products if p.weight.type_name == pair[0])
         rest = tuple(p.weight.shape[0] for p in products if p.weight.type_name != pair[0])
@@ -137,7 +138,7 @@ def linear(
     if add_to is None:
         return linears(ops, x, (weight,), (bias,), policy)[0]
     assert add_to.shape == (len(x), weight.shape[0]), (add_to, x, weight.shape)
-    _multiply(ops, x, [_Product(weight, bias, add_to)], ADD, policy)
+    _multiply(ops, x, [Product(weight, bias, add_to)], ADD, policy)
     return add_to
 
 
@@ -149,7 +150,7 @@ def linears(
     policy: Policy = EVERY_ROW_ALONE,
 ) -> tuple[DeviceArray, ...]:
     outs = tuple(ops.scratch((len(x), weight.shape[0])) for weight in weights)
-    products = [_Product(*each) for each in zip(weights, biases, outs, strict=True)]
+    products = [Product(*each) for each in zip(weights, biases, outs, strict=True)]
     _multiply(ops, x, products, PLAIN, policy)
     return outs
 
@@ -167,13 +168,13 @@ def glu(
     assert gate.shape == up.shape, (gate.shape, up.shape)
     assert activation in ACTIVATIONS, activation
     out = ops.scratch((len(x), gate.shape[0]))
-    products = [_Product(gate, gate_bias, out), _Product(up, up_bias, out)]
+    products = [Product(gate, gate_bias, out), Product(up, up_bias, out)]
     _multiply(ops, x, products, ACTIVATIONS[activation], policy)
     return out
 
 
 def _multiply(
-    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, policy: Policy
+    ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int, policy: Policy
 ) -> None:
     """Deals the rows to the engine and to the product of many rows."""
     tokens, columns = x.shape
@@ -194,12 +195,12 @@ def _multiply(
             _many_rows(ops, x[alone:], many, epilogue, way == "fused")
 
 
-def _first_rows(products: list[_Product], start: int, end: int) -> list[_Product]:
-    return [_Product(p.weight, p.bias, p.out[start:end]) for p in products]
+def _first_rows(products: list[Product], start: int, end: int) -> list[Product]:
+    return [Product(p.weight, p.bias, p.out[start:end]) for p in products]
 
 
 def _many_rows(
-    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int, is_fused: bool
+    ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int, is_fused: bool
 ) -> None:
     halves = gemm.halves_of(ops, x, [product.weight for product in products])
     made = []
@@ -217,7 +218,7 @@ def _many_rows(
         gemm.finish(ops, made[0], own.scales, gate.out, gate.bias, epilogue, made[1], up.bias)
 
 
-def _rows(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int) -> None:
+def _rows(ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int) -> None:
     if not len(x):
         return
     if epilogue in (SILU, GELU):
@@ -231,7 +232,7 @@ def _rows(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int
 
 
 def _glu_of_two_formats(
-    ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int
+    ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int
 ) -> None:
     with ops.scope():
         gate, up = (linear(ops, x, product.weight, product.bias) for product in products)
@@ -239,7 +240,7 @@ def _glu_of_two_formats(
         gemm.finish(ops, gate, ones, products[0].out, None, epilogue, up)
 
 
-def _launches(products: list[_Product]) -> list[list[_Product]]:
+def _launches(products: list[Product]) -> list[list[Product]]:
     """As few launches as formats allow, at most three matrices in each."""
     waiting, launches = list(products), []
     while waiting:
@@ -263,13 +264,12 @@ def _pair_of(names: set[str]) -> tuple[str, str] | None:
     return next((pair for pair in PAIRS if set(pair) == names), None)
 
 
-def _launch(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: int) -> None:
+def _launch(ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int) -> None:
     pair = _pair_of({product.weight.type_name for product in products})
     assert pair is not None, products
-    launch = _Launch.of(ops, x, products, epilogue, pair)
-    for way in (_stream, _clusters, _wide):
-        if way(ops, x, launch):
-            return
+    launch = Launch.of(ops, x, products, epilogue, pair)
+    if any(way(ops, x, launch) for way in (streamed, _clusters, _wide)):
+        return
     tokens, columns, is_glu = launch.task.tokens, launch.task.columns, launch.task.is_glu
     chunks = [CHUNKS[name] for name in pair]
     room = room_for(tokens, chunks, ops.arch)
@@ -294,7 +294,7 @@ def _launch(ops: Launcher, x: DeviceArray, products: list[_Product], epilogue: i
     )
 
 
-def _stream(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
+def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     """Whether it was a product for matmul_stream.cu; then it is launched."""
     if ops.arch < stream.ARCH:
         return False
@@ -312,16 +312,16 @@ def _stream(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
     following = ops.following.after(launch.key, launch.up, deal.blocks * deal.teams)
     ends = gain, *shares, following.address, *map(np.int32, following[1:])
-    ops.kernel(deal.instance(task.pair))(
+    ops.kernel(deal.instance(task.pair, bool(launch.line)))(
         (deal.blocks,),
         deal.threads,
-        (*launch.matrices, read, *map(np.int32, numbers), *ends),
+        (*launch.matrices, read, *map(np.int32, numbers), *ends, *launch.line),
         shared=deal.shared,
     )
     return True
 
 
-def _clusters(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
+def _clusters(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     """Whether it was a product for matmul_cluster.cu; then it is launched."""
     task = launch.task
     deal = clusters.deal(task) if ops.arch >= clusters.ARCH else None
@@ -342,7 +342,7 @@ def _clusters(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
     return True
 
 
-def _wide(ops: Launcher, x: DeviceArray, launch: _Launch) -> bool:
+def _wide(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     """Whether it was a product for matmul_wide.cu; then it is launched."""
     task = launch.task
     deal = wide.deal(task) if ops.arch >= stream.ARCH else None
@@ -376,7 +376,7 @@ def _slots(pair: tuple[str, str], columns: int, room: int, shared: int, arch: in
     return slots if shared + more <= max_shared(arch) // 2 else 0
 
 
-def _matrix_args(products: list[_Product]) -> tuple[int | np.int32, ...]:
+def _matrix_args(products: list[Product]) -> tuple[int | np.int32, ...]:
     args: list[int | np.int32] = []
     for product in products:
         bias = product.bias.ptr if product.bias is not None else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk
 from voltapile.kernels.cuda.launch import Instance
@@ -43,7 +43,13 @@ STREAM = {(pair, teams): _instance(pair, teams) for pair in PAIRS for teams in (
 STREAM |= {(pair, 1): _instance(pair, 1) for pair in MIXED}
 # One team of twice as many warps, with a chunk each at most, where there are too few units for two.
 BROAD = {(name, name): _instance((name, name), 1, 2 * WARPS) for name in ("Q4_K", "Q6_K", "Q8_0")}
-INSTANCES = [*STREAM.values(), *BROAD.values()]
+# Of a rank's part of a sum, which goes to the other ranks at once; a block has some bytes more.
+PUSHING = {
+    each: replace(each, defines=(*each.defines, ("PUSH", "1")))
+    for each in (*(STREAM[(name, name), TEAMS] for name in FORMATS), *BROAD.values())
+}
+PUSHING_BYTES = 1024
+INSTANCES = [*STREAM.values(), *BROAD.values(), *PUSHING.values()]
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,9 @@ class Deal:
     def threads(self) -> int:
         return 32 * self.teams * self.warps
 
-    def instance(self, pair: tuple[str, str]) -> Instance:
-        return STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
+    def instance(self, pair: tuple[str, str], pushes: bool = False) -> Instance:
+        found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
+        return PUSHING[found] if pushes else found
 
 
 def warp_bytes(chunk: Chunk) -> int:
@@ -134,6 +141,13 @@ def deal(task: Task) -> Deal | None:
             first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
             return Deal(teams, blocks, first, shared)
     return None
+
+
+def can_push(task: Task) -> bool:
+    """Whether PUSHING has a product's instance, and its blocks room for what that takes."""
+    found = deal(task) if task.tokens else None
+    room = task.most_shared - PUSHING_BYTES
+    return found is not None and found.instance(task.pair) in PUSHING and found.shared <= room
 
 
 def _is_broad(task: Task) -> bool:

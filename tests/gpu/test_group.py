@@ -11,7 +11,8 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import group
+from voltapile.kernels.cuda import group, stream
+from voltapile.kernels.cuda.pushing import product_of
 from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
@@ -181,6 +182,50 @@ def test_sums_with_their_norms(ranks: list[Any]) -> None:
             assert one.tobytes() == other.tobytes(), rank
         told.append(b"".join(each.tobytes() for each in [*sums, *outs]))
     assert set(told) == {told[0]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_products_that_send_their_parts(ranks: list[Any], tokens: int) -> None:
+    """The bits of a product whose part the sum sends."""
+    n, k, count = 2048, 1024, 100
+    links, shape = ranks[0]._links, (tokens, n)
+    if links.islands > 1 or ranks[0].arch < stream.ARCH:
+        pytest.skip("islands sum in two steps, and Volta's products do not send")
+    rng = np.random.default_rng(5)
+    scales = np.full((n * k // 32, 1), 1e-3, np.float16).view(np.uint8)
+    inner = rng.standard_normal((RANKS, tokens, k)).astype(np.float32)
+    found = []
+    for rank, ops in enumerate(ranks):
+        codes = rng.integers(0, 256, (n * k // 32, 32)).astype(np.uint8)
+        weight = ops.weight(np.hstack([scales, codes]).reshape(-1), "Q8_0", (n, k))
+        vector = ops.weight(np.ones(n, np.float32).view(np.uint8), "F32", (n,))
+        arrays = [put(ops, np.zeros(shape, np.float32)) for _ in range(4)]
+        found.append((put(ops, inner[rank]), weight, vector, arrays))
+
+    def step(rank: int, ops: Any) -> None:
+        x, weight, vector, arrays = found[rank]
+        for i, line in enumerate((group.line_of(ops._links), ())):
+            total, out = arrays[2 * i : 2 * i + 2]
+            product = product_of(ops, x, weight, None)
+            assert product is not None
+            product.launch(line)
+            part = product.sums
+            group.all_reduce_norm(ops, ops._links, part, total, vector, 1e-6, out, bool(line))
+
+    graphs = record(ranks, step)
+    for _ in range(count):
+        for rank in rng.permutation(RANKS):
+            graphs[rank].replay()
+        for ops in ranks:
+            ops.synchronize()
+    told = []
+    for ops, (*_, arrays) in zip(ranks, found, strict=True):
+        values = [ops.to_host(x).tobytes() for x in arrays]
+        assert values[:2] == values[2:]
+        told.append(values[:2])
+    assert told == [told[0]] * RANKS
+    assert np.frombuffer(told[0][0], np.float32).any()
 
 
 @pytest.mark.gpu

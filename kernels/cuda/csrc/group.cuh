@@ -121,7 +121,7 @@ __device__ __forceinline__ char* slot_of(char* room, unsigned exchange, int is_n
 }
 
 // A pack of an exchange of a block.
-__device__ __forceinline__ void push(const Peer& peer, unsigned exchange, Words words, int block,
+__device__ __forceinline__ void push(const Peer& peer, unsigned exchange, Pack words, int block,
                                      int slot) {
   char* to = slot_of(peer.out, exchange, peer.is_narrow, block, slot);
   if (!peer.is_narrow) return store_wide(to, words, exchange);
@@ -132,10 +132,10 @@ __device__ __forceinline__ void push(const Peer& peer, unsigned exchange, Words 
 
 // What the peer has pushed; after a failure anything. One loop for both kinds of packs, since its
 // rare end is long.
-__device__ __forceinline__ Words pull(const Peer& peer, int other, unsigned exchange, Wait& wait,
+__device__ __forceinline__ Pack pull(const Peer& peer, int other, unsigned exchange, Wait& wait,
                                       int block, int slot) {
   const char* from = slot_of(peer.in, exchange, peer.is_narrow, block, slot);
-  Words words = {0, 0, 0};
+  Pack words = {0, 0, 0};
   bool has_come;
   do {
     if (!peer.is_narrow) {
@@ -151,10 +151,10 @@ __device__ __forceinline__ Words pull(const Peer& peer, int other, unsigned exch
 }
 
 // This thread's own pack of its block.
-__device__ __forceinline__ void push(const Peer& peer, unsigned exchange, Words words) {
+__device__ __forceinline__ void push(const Peer& peer, unsigned exchange, Pack words) {
   push(peer, exchange, words, blockIdx.x, threadIdx.x);
 }
-__device__ __forceinline__ Words pull(const Peer& peer, int other, unsigned exchange, Wait& wait) {
+__device__ __forceinline__ Pack pull(const Peer& peer, int other, unsigned exchange, Wait& wait) {
   return pull(peer, other, exchange, wait, blockIdx.x, threadIdx.x);
 }
 
@@ -176,10 +176,15 @@ __device__ __forceinline__ float* message_of(char* room, unsigned number) {
   return reinterpret_cast<float*>(room + MESSAGES_AT + (number & 1) * HALF_MESSAGES) +
          blockIdx.x * MESSAGE;
 }
-// This block's row.
-__device__ __forceinline__ uint4* row_of(char* room, unsigned exchange) {
+// Of a row of fours: eight columns are a thread's, and neighbours' fours lie side by side.
+constexpr int ROW_THREADS = LONGEST_ROW / 8;
+__device__ __forceinline__ uint4* row_of(char* room, unsigned exchange, int row) {
   return reinterpret_cast<uint4*>(room + ROWS_AT + (exchange & 1) * HALF_ROWS) +
-         blockIdx.x * (LONGEST_ROW / 4);
+         2 * ROW_THREADS * row;
+}
+__device__ __forceinline__ unsigned* word_of(uint4* row, int column) {
+  uint4* four = row + (column / 4 & 1) * ROW_THREADS + column / 8;
+  return reinterpret_cast<unsigned*>(four) + column % 4;
 }
 __device__ __forceinline__ unsigned* flag_of(char* room, Flag flag) {
   return reinterpret_cast<unsigned*>(room + FLAGS_AT) + flag * PIECE_BLOCKS + blockIdx.x;
@@ -198,8 +203,8 @@ __device__ __forceinline__ void await(const unsigned* flag, unsigned target, int
 }
 
 // Three floats of an array of `count`; zeros behind its end, and of an array that is null.
-__device__ __forceinline__ Words words_at(const unsigned* x, long long first, long long count) {
-  Words words = {0, 0, 0};
+__device__ __forceinline__ Pack words_at(const unsigned* x, long long first, long long count) {
+  Pack words = {0, 0, 0};
   if (x == nullptr) return words;
   if (first < count) words.x = x[first];
   if (first + 1 < count) words.y = x[first + 1];
@@ -209,13 +214,13 @@ __device__ __forceinline__ Words words_at(const unsigned* x, long long first, lo
 
 struct Sum {
   float x, y, z;
-  __device__ void start(Words w) {
+  __device__ void start(Pack w) {
     x = __uint_as_float(w.x), y = __uint_as_float(w.y), z = __uint_as_float(w.z);
   }
-  __device__ void add(Words w) {
+  __device__ void add(Pack w) {
     x += __uint_as_float(w.x), y += __uint_as_float(w.y), z += __uint_as_float(w.z);
   }
-  __device__ Words words() const {
+  __device__ Pack words() const {
     return {__float_as_uint(x), __float_as_uint(y), __float_as_uint(z)};
   }
 };

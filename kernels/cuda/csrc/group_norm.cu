@@ -56,10 +56,10 @@ __device__ __forceinline__ void push(const Group* group, unsigned exchange, cons
 #pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r == rank) continue;
-    uint4* to = row_of(group->peers[r].out, exchange) + threadIdx.x;
+    uint4* to = row_of(group->peers[r].out, exchange, blockIdx.x) + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-      if (at.has(i)) store_four(to + i * blockDim.x, hidden(values[i]));
+      if (at.has(i)) store_four(to + i * ROW_THREADS, hidden(values[i]));
     }
   }
 }
@@ -68,21 +68,21 @@ __device__ __forceinline__ void push(const Group* group, unsigned exchange, cons
 __device__ __forceinline__ void pull(const Peer& peer, int other, unsigned exchange,
                                      const Place& at, Wait& wait, float4 (&values)[HELD]) {
   const int is_narrow = peer.is_narrow;
-  uint4* from = row_of(peer.in, exchange) + threadIdx.x;
+  uint4* from = row_of(peer.in, exchange, blockIdx.x) + threadIdx.x;
   bool has_come;
   do {
     has_come = true;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       if (!at.has(i)) continue;
-      const uint4 words = load_four(from + i * blockDim.x);
+      const uint4 words = load_four(from + i * ROW_THREADS);
       has_come &= is_whole(words);
       values[i] = shown(words);
     }
   } while (!has_come && !wait.is_over(other));
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
-    if (at.has(i)) store_four(from + i * blockDim.x, uint4{0, 0, 0, 0});
+    if (at.has(i)) store_four(from + i * ROW_THREADS, uint4{0, 0, 0, 0});
   }
   if (is_narrow) order_all();  // before the host's memory is told of the next exchange
 }
@@ -92,10 +92,11 @@ __device__ __forceinline__ void pull(const Peer& peer, int other, unsigned excha
 using namespace voltapile;
 
 // x (rows of n) += the sum of the parts, added in the order of ranks; out = rms_norm of x.
-// grid: (rows), a warp for each run of a row; n is a multiple of 4. shared: 8 n bytes.
-extern "C" __global__ void __launch_bounds__(LONGEST_ROW / 8, 2)
+// grid: (rows), a warp for each run of a row; n is a multiple of 4. shared: 8 n bytes. is_pushed:
+// the product that made this rank's part has sent it (group_push.cuh).
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
 group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,
-               float eps, int rank, int ranks) {
+               float eps, int rank, int ranks, int is_pushed) {
   __shared__ float scratch[32];
   const int lane = threadIdx.x & 31, runs = (n + RUN - 1) / RUN;
   const float inverse = 1.0f / n;
@@ -112,8 +113,10 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
     values[0] = values[1] = zeros();
     if (part != nullptr) at.load(part + begin, values);
   };
-  own();
-  push(group, exchange, at, values, rank, ranks);
+  if (!is_pushed) {
+    own();
+    push(group, exchange, at, values, rank, ranks);
+  }
   at.fetch(x + begin, before);
   Wait wait(group);
 #pragma unroll 1  // what a wait that lasts does is long

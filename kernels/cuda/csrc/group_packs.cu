@@ -42,7 +42,7 @@ group_sum(Group* group, const float* part, float* out, long long first, long lon
   grid_launch();
   const int block = blockIdx.x;
   const long long at = first + 3LL * (block * static_cast<int>(blockDim.x) + threadIdx.x);
-  const Words own = words_at(reinterpret_cast<const unsigned*>(part), at, count);
+  const Pack own = words_at(reinterpret_cast<const unsigned*>(part), at, count);
 #pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r != rank) push(group->peers[r], group->packs[r][block] + 1, own);
@@ -52,7 +52,7 @@ group_sum(Group* group, const float* part, float* out, long long first, long lon
   Sum sum;
 #pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
-    const Words words =
+    const Pack words =
         r == rank ? own : pull(group->peers[r], r, group->packs[r][block] + 1, wait);
     if (r == 0) sum.start(words);
     else sum.add(words);
@@ -85,13 +85,13 @@ group_sum_slices(Group* group, const float* part, float* out, long long first, l
 #pragma unroll 1
   for (int j = 0; j < mates; ++j) {
     const int r = group->mate_ranks[j];
-    const Words theirs = j == mate
+    const Pack theirs = j == mate
         ? words_at(words, at + mate * slice, count)
         : pull(group->peers[r], r, group->packs[r][block] + 1, wait);
     if (j == 0) sum.start(theirs);
     else sum.add(theirs);
   }
-  const Words island = sum.words();
+  const Pack island = sum.words();
 #pragma unroll 1
   for (int k = 0; k < group->islands; ++k) {
     const int r = group->partner_ranks[k];
@@ -100,12 +100,12 @@ group_sum_slices(Group* group, const float* part, float* out, long long first, l
 #pragma unroll 1
   for (int k = 0; k < group->islands; ++k) {
     const int r = group->partner_ranks[k];
-    const Words theirs =
+    const Pack theirs =
         k == group->island ? island : pull(group->peers[r], r, group->packs[r][block] + 1, wait);
     if (k == 0) sum.start(theirs);
     else sum.add(theirs);
   }
-  const Words total = sum.words();
+  const Pack total = sum.words();
 #pragma unroll 1
   for (int j = 0; j < mates; ++j) {
     const int r = group->mate_ranks[j];
@@ -133,7 +133,7 @@ group_gather(Group* group, const unsigned* part, unsigned* out, long long first,
   const long long at = first + 3LL * (block * static_cast<int>(blockDim.x) + threadIdx.x);
   const int stride = columns[ranks];
   const int mine = columns[rank + 1] - columns[rank];
-  const Words own = words_at(part, at, rows * mine);
+  const Pack own = words_at(part, at, rows * mine);
 #pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r != rank) push(group->peers[r], group->packs[r][block] + 1, own);
@@ -141,7 +141,7 @@ group_gather(Group* group, const unsigned* part, unsigned* out, long long first,
   Wait wait(group);
 #pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
-    const Words words =
+    const Pack words =
         r == rank ? own : pull(group->peers[r], r, group->packs[r][block] + 1, wait);
     const int width = columns[r + 1] - columns[r];
     const unsigned values[3] = {words.x, words.y, words.z};
@@ -165,7 +165,7 @@ group_broadcast(Group* group, unsigned* x, long long first, long long count, int
   grid_launch();
   const int block = blockIdx.x;
   const long long at = first + 3LL * (block * static_cast<int>(blockDim.x) + threadIdx.x);
-  const Words own = words_at(x, at, count);
+  const Pack own = words_at(x, at, count);
 #pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r != rank) push(group->peers[r], group->packs[r][block] + 1, own);
@@ -174,7 +174,7 @@ group_broadcast(Group* group, unsigned* x, long long first, long long count, int
 #pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r == rank) continue;
-    const Words words = pull(group->peers[r], r, group->packs[r][block] + 1, wait);
+    const Pack words = pull(group->peers[r], r, group->packs[r][block] + 1, wait);
     if (r != source) continue;
     if (at < count) x[at] = words.x;
     if (at + 1 < count) x[at + 1] = words.y;

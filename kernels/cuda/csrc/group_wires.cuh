@@ -16,7 +16,7 @@
 
 namespace voltapile {
 
-struct Words {
+struct Pack {
   unsigned x, y, z;
 };
 
@@ -37,12 +37,12 @@ __device__ __forceinline__ bool is_whole(uint4 words) {
 
 #ifdef VP_EMULATION
 
-inline void store_wide(void* at, Words words, unsigned flag) {
+inline void store_wide(void* at, Pack words, unsigned flag) {
   unsigned* to = static_cast<unsigned*>(at);
   to[0] = words.x, to[1] = words.y, to[2] = words.z;
   __atomic_store_n(to + 3, flag, __ATOMIC_RELEASE);
 }
-inline bool load_wide(const void* at, unsigned flag, Words* words) {
+inline bool load_wide(const void* at, unsigned flag, Pack* words) {
   const unsigned* from = static_cast<const unsigned*>(at);
   if (__atomic_load_n(from + 3, __ATOMIC_ACQUIRE) != flag) return false;
   *words = {from[0], from[1], from[2]};
@@ -85,12 +85,12 @@ inline long long ticks() {
 
 #else
 
-__device__ __forceinline__ void store_wide(void* at, Words words, unsigned flag) {
+__device__ __forceinline__ void store_wide(void* at, Pack words, unsigned flag) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(words.x),
                "r"(words.y), "r"(words.z), "r"(flag)
                : "memory");
 }
-__device__ __forceinline__ bool load_wide(const void* at, unsigned flag, Words* words) {
+__device__ __forceinline__ bool load_wide(const void* at, unsigned flag, Pack* words) {
   unsigned found;
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words->x), "=r"(words->y), "=r"(words->z), "=r"(found)

@@ -9,8 +9,10 @@
 // -D: FORMAT; OTHER, of the matrices whose bit in `others` is set, which blocks from first_other on
 // take; DEPTH; TEAMS; WARPS, eight, or twice as many with one chunk of columns each; THREADS that a
 // multiprocessor's registers shall suffice for, more than a block has, so that blocks of the next
-// kernels find room beside it; TILES 1 and MANY 0.
+// kernels find room beside it; TILES 1 and MANY 0; PUSH 1, where what is made is this rank's part
+// of a sum and goes to the others at once.
 #include "grid.cuh"
+#include "group_push.cuh"
 #include "matmul_norm.cuh"
 
 using namespace voltapile;
@@ -184,7 +186,8 @@ struct Ending {
     return matrix.out + static_cast<long long>(i / 16) * matrix.rows + row(matrix);
   }
   // sums: [tile of the unit][warp][token][16 rows], `one` of them a warp.
-  __device__ __forceinline__ void write(const float* sums, int one) {
+  template <class Line>
+  __device__ __forceinline__ void write(const float* sums, int one, const Line& line) {
     if (i / 16 >= units.all.tokens) return;
     unit = afresh(unit);
     const Matrix matrix = units.matrix(unit);
@@ -206,6 +209,7 @@ struct Ending {
     if (units.all.is_glu()) value = activated(gate, units.all.kind) * value;
     if (units.all.kind == ADD) add_to(place(matrix), value);
     else *place(matrix) = value;
+    line.send(value, i / 16, own);
   }
 };
 
@@ -220,9 +224,9 @@ struct RowStarts {
 };
 
 // All units of this block: those of the matrices in `mask`, dealt to blocks `block` of `blocks`.
-template <class F>
+template <class F, class Line>
 __device__ __forceinline__ void stream(const Product& all, Norm norm, const Following& following,
-                                       unsigned mask, int block, int blocks,
+                                       const Line& line, unsigned mask, int block, int blocks,
                                        std::uint8_t* shared) {
   using M = RingMemory<F>;
   using Raw = typename M::Raw;
@@ -251,6 +255,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
   for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
     if (count == 0) {
       grid_wait();
+      if (warp_of_block == TEAMS * WARPS - 1) line.find(all.tokens, lane);
       // Of the whole warp, one number: branches on it need no code for lanes that go apart.
       stage<F>(all, norm, shared, __shfl_sync(~0u, warp_of_block, 0), lane);
       __syncthreads();
@@ -279,7 +284,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
       keep_sums_of(total[0], tile, 0, all.tokens, set + (sub * WARPS + warp) * one);
     }
     meet_team(team);
-    Ending(units, unit, threadIdx.x % (32 * WARPS)).write(set, one);
+    Ending(units, unit, threadIdx.x % (32 * WARPS)).write(set, one, line);
   }
 }
 #endif
@@ -290,7 +295,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
                   const float* x, int k, int tokens, int epilogue, int others, int first_other,
                   const float* gain, float eps, float share, const std::uint8_t* next,
-                  int next_bytes, int next_count) {
+                  int next_bytes, int next_count
+#if PUSH
+                  , const Group* group, int rank, int ranks
+#endif
+                  ) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
@@ -300,13 +309,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     x, k, tokens, tokens, static_cast<Epilogue>(epilogue)};
   const Norm norm{gain, eps, share};
   const Following following{next, next_bytes, next_count};
+#if PUSH
+  const Outgoing<true> line{group, rank, ranks};
+#else
+  const Outgoing<false> line{};
+#endif
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
-    stream<formats::OTHER>(all, norm, following, others, block - first_other, blocks - first_other,
-                           shared);
+    stream<formats::OTHER>(all, norm, following, line, others, block - first_other,
+                           blocks - first_other, shared);
   else
-    stream<formats::FORMAT>(all, norm, following, ~others & 7, block,
+    stream<formats::FORMAT>(all, norm, following, line, ~others & 7, block,
                             IS_SAME ? blocks : first_other, shared);
 #endif
 }

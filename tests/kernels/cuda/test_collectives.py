@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda.collectives import CudaCollectives
+from voltapile.kernels.cuda.following import Following
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance
 from voltapile.kernels.cuda.links import Islands, Links
 
@@ -19,7 +20,9 @@ class Alone(CudaCollectives):
 
     def __init__(self, ranks: int = 3, exact: int | None = None) -> None:
         self.launched: list[str] = []
+        self.instances: list[Instance] = []
         self.exact = exact
+        self.following = Following()
         report = np.zeros(2, np.uint32)
         self._links = Links(1, 0, ranks, Islands((tuple(range(ranks)),)), report)
         self._links.norms = True
@@ -33,6 +36,7 @@ class Alone(CudaCollectives):
 
     def kernel(self, instance: Instance) -> Callable[..., None]:
         self._catch_up()
+        self.instances.append(instance)
         return lambda grid, block, args, shared=0: self.launched.append(instance.function)
 
     def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
@@ -80,6 +84,47 @@ def test_a_sum_waits_for_the_norm_after_it() -> None:
     ops._links.norms = False
     ops.all_reduce(part, shape, x)
     assert ops.launched[5:] == ["group_sum"]
+
+
+def test_a_product_waits_for_the_sum_that_it_is_a_part_of() -> None:
+    n, columns, eps = 4096, 512, 1e-6
+    norm = CudaWeight((n,), 4 * n, "F32", 1, 4 * n)
+    matrix = CudaWeight((n, columns), n * columns, "Q8_0", 1, columns // 32 * 34)
+
+    def start(tokens: int = 2, arch: int = 90) -> tuple[Alone, DeviceArray, DeviceArray | None]:
+        ops = Alone(2)
+        ops.arch = arch
+        x, inner = ops.scratch((tokens, n)), ops.scratch((tokens, columns))
+        return ops, x, ops._product_late(inner, matrix, None, False)
+
+    ops, x, part = start()
+    assert part is not None
+    assert ops.launched == []
+    ops.all_reduce(part, (2, n), x)
+    assert ops.launched == []
+    assert ops._norm_late(x, norm, eps) is not None
+    assert ops.launched == ["matmul_stream", "group_sum_norm"]
+    pushes = [instance for instance in ops.instances if "PUSH" in instance.name]
+    assert len(pushes) == 1
+    ops, x, part = start()
+    ops._catch_up()  # it was not a sum's part
+    ops.all_reduce(part, (2, n), x)
+    ops._catch_up()
+    assert ops.launched == ["matmul_stream", "group_sum"]
+    ops, x, part = start()
+    ops.all_reduce(None, (2, n), x)  # of something else
+    ops._catch_up()
+    assert ops.launched == ["matmul_stream", "group_sum"]
+    ops, x, part = start()
+    ops.all_reduce(part, (2, n))  # no norm will be known of
+    assert ops.launched == ["matmul_stream", "group_sum"]
+    ops, x, part = start()
+    ops.all_reduce(part, (2, n), x)
+    ops.all_gather(x, 2, [n] * 2)
+    assert ops.launched == ["matmul_stream", "group_sum", "group_gather"]
+    assert not any("PUSH" in instance.name for instance in ops.instances)
+    assert start(9)[2] is None
+    assert start(arch=75)[2] is None
 
 
 def test_a_prompts_sum_waits_for_the_norm_after_it() -> None:

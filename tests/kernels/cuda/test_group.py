@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import group
+from voltapile.kernels.cuda import group, stream
 from voltapile.kernels.cuda.compile import CSRC
 from voltapile.kernels.cuda.launch import CudaWeight
 from voltapile.kernels.cuda.links import (
@@ -36,9 +36,11 @@ from voltapile.kernels.cuda.links import (
     islands_of,
     record_of,
 )
+from voltapile.kernels.cuda.pushing import product_of
 from voltapile.kernels.cuda.rows import NORM_ROWS, rms_norm
 from voltapile.kernels.group import GroupError
 
+from ..test_matmul import random_raw
 from .emulation import EmulatedOps, has_compiler
 
 FORK = multiprocessing.get_context("fork")
@@ -65,6 +67,19 @@ def norming(request: pytest.FixtureRequest, folder: Path) -> EmulatedOps:
     ops = EmulatedOps(request.param, folder, 96 << 10)
     for instance in (group.SUM, group.SUM_NORM, NORM_ROWS):
         ops.kernel(instance)
+    return ops
+
+
+@pytest.fixture(scope="module")
+def pushing(folder: Path) -> EmulatedOps:
+    if not has_compiler():
+        pytest.skip("there is no g++")
+    ops = EmulatedOps(90, folder, 227 << 10)
+    ops.kernel(group.SUM_NORM)
+    for name in ("Q8_0", "Q4_K"):
+        kind = stream.STREAM[(name, name), stream.TEAMS]
+        ops.kernel(kind)
+        ops.kernel(stream.PUSHING[kind])
     return ops
 
 
@@ -345,6 +360,37 @@ def test_every_float_can_be_summed_and_normed(norming: EmulatedOps) -> None:
 
     for (found,) in Stage(norming, one_island(3)).run(work):
         np.testing.assert_array_equal(found, part + part)
+
+
+@pytest.mark.parametrize(("type_name", "tokens"), [("Q8_0", 1), ("Q8_0", 8), ("Q4_K", 3)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_product_sends_its_part_itself(
+    pushing: EmulatedOps, type_name: str, tokens: int, ranks: int
+) -> None:
+    n, k = 776, 512  # a tile that would leave the matrix begins earlier
+    shape, gain = (tokens, n), parts_of(7, 1, n)[0]
+    bias = parts_of(8, 1, n)[0]
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        raw, found = random_raw(type_name, n, k, rank), []
+        weight, norm = ops.weight(raw, type_name, (n, k)), vector_of(ops, gain)
+        mine = vector_of(ops, bias) if rank == 0 else None
+        for round in range(3):
+            time.sleep(((rank + round) % 3) * 0.01)
+            inner = ops.array(parts_of(round, ranks, tokens, k)[rank])
+            for is_pushed in (True, False):
+                x, out = ops.array(parts_of(50, 1, *shape)[0]), ops.scratch(shape)
+                product = product_of(ops, inner, weight, mine)
+                assert product is not None
+                product.launch(group.line_of(links) if is_pushed else ())
+                group.all_reduce_norm(ops, links, product.sums, x, norm, 1e-6, out, is_pushed)
+                found += [ops.to_host(x), ops.to_host(out)]
+        return found
+
+    first, *others = Stage(pushing, one_island(ranks), frozenset({(0, 2)}), start=-2).run(work)
+    check(others, first)
+    for i in range(0, len(first), 4):
+        check([first[i : i + 2]], first[i + 2 : i + 4])
 
 
 def vector_of(ops: EmulatedOps, values: np.ndarray) -> CudaWeight:

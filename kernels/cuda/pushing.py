@@ -1,0 +1,43 @@
+"""A product of few rows that is this rank's part of a sum, and sends what it makes to the others.
+
+It is not launched when it is asked for: whether it shall send is known when its sum is. Knows
+neither cupy nor which ranks there are (group.line_of tells a kernel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from voltapile.kernels.cuda import stream
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
+from voltapile.kernels.cuda.matmul import PLAIN, Launch, Product, streamed
+from voltapile.kernels.cuda.norms import late_norm
+
+Line = tuple[int | np.int32, ...]
+
+
+@dataclass(frozen=True)
+class Unlaunched:
+    """`sums` is where it ends. launch: with what a kernel is told of the group it sends."""
+
+    sums: DeviceArray
+    launch: Callable[[Line], None]
+
+
+def product_of(
+    ops: Launcher, x: DeviceArray, weight: CudaWeight, bias: CudaWeight | None
+) -> Unlaunched | None:
+    """x @ weight.T + bias; None if it is none of those that can send."""
+    if ops.arch < stream.ARCH or late_norm(x) is not None:
+        return None
+    sums = ops.scratch((len(x), weight.shape[0]))
+    product = Product(weight, bias, sums)
+    launch = Launch.of(ops, x, [product], PLAIN, (weight.type_name, weight.type_name))
+
+    def launch_it(line: Line) -> None:
+        is_launched = streamed(ops, x, replace(launch, line=line))
+        assert is_launched, launch
+
+    return Unlaunched(sums, launch_it) if stream.can_push(launch.task) else None
