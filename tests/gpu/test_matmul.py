@@ -129,6 +129,16 @@ def test_engines_give_the_same_bits(
             np.testing.assert_array_equal(got, plain)
 
 
+@pytest.fixture(params=[0, 1 << 20], ids=["two", "one"])
+def _held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """How many tiles a warp of a cluster multiplies at once."""
+    monkeypatch.setattr(clusters, "MANY", request.param)
+    clusters.deal.cache_clear()
+    yield
+    clusters.deal.cache_clear()
+
+
+@pytest.mark.usefixtures("_held")
 @pytest.mark.parametrize("tokens", [9, 29])
 def test_many_rows_of_several_matrices(
     cuda: Any, put: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
