@@ -8,6 +8,8 @@ way, who does which changes nothing. Knows neither cupy nor models.
 
 from __future__ import annotations
 
+import weakref
+
 from voltapile.kernels.cuda import clusters, rows, stream
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 
@@ -18,7 +20,7 @@ class Normed(DeviceArray):
     """rms_norm of x by weight and eps. It is late until it lies in memory, and is lost if x changes
     before that."""
 
-    __slots__ = ("_is_lost", "_ops", "_place", "eps", "is_late", "weight", "x")
+    __slots__ = ("__weakref__", "_is_lost", "_ops", "_place", "eps", "is_late", "weight", "x")
 
     def __init__(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> None:
         self._ops, self.x, self.weight, self.eps = ops, x, weight, eps
@@ -51,10 +53,10 @@ class Normed(DeviceArray):
 
 
 class LateNorms:
-    """Those of a step that are late."""
+    """Those of a step that somebody may still ask for."""
 
     def __init__(self) -> None:
-        self._late: list[Normed] = []
+        self._asked = weakref.WeakSet[Normed]()
 
     def norm(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> DeviceArray:
         columns = weight.shape[0]
@@ -64,22 +66,19 @@ class LateNorms:
             return rows.rms_norm(ops, x, weight, eps)
         if columns <= rows.LONGEST_HEAD:  # another kernel's, of other bits
             return rows.rms_norm(ops, x, weight, eps)
-        self._late.append(Normed(ops, x, weight, eps))
-        return self._late[-1]
+        made = Normed(ops, x, weight, eps)
+        self._asked.add(made)
+        return made
 
     def change(self, x: DeviceArray) -> None:
         """Something is about to be added to x."""
-        kept = []
-        for each in self._late:
+        for each in self._asked:
             if each.x.ptr < x.ptr + x.nbytes and x.ptr < each.x.ptr + each.x.nbytes:
                 each.lose()
-            elif each.is_late:
-                kept.append(each)
-        self._late = kept
 
     def forget(self) -> None:
         """A step begins."""
-        self._late.clear()
+        self._asked.clear()
 
 
 def late_norm(x: DeviceArray) -> Normed | None:
