@@ -60,7 +60,7 @@ class LateNorms:
 
     def norm(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> DeviceArray:
         columns = weight.shape[0]
-        most = clusters.MOST if ops.arch >= clusters.ARCH else stream.NORMED
+        most = clusters.MOST if ops.arch >= clusters.ARCH else stream.TOKENS
         is_few = ops.arch >= stream.ARCH and 0 < len(x) <= most
         if not is_few or x.shape[1:] != (columns,) or columns % RUN or columns > rows.LONGEST_ROW:
             return rows.rms_norm(ops, x, weight, eps)

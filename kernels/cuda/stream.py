@@ -16,7 +16,9 @@ from voltapile.kernels.cuda.launch import Instance
 
 ARCH = 80  # from which on
 WARPS, ROWS, TOKENS = 8, 16, 8
-NORMED = 8  # tokens that a product may norm itself: norms.py
+# A product norms tokens itself (norms.py) that are so many parts of 256 columns at most. Each block
+# reads them twice, past two parts a warp from far away, which a launch for all blocks does once.
+NORMED = 64
 TEAMS = 2  # of WARPS warps, on a multiprocessor
 RESERVED = 1024  # bytes of shared memory that every block takes beside its own
 DEPTH = 2  # chunks of a warp that may be on their way at once; more measured no faster
@@ -126,7 +128,7 @@ def deal(task: Task) -> Deal | None:
     pair, own, others = task.pair, task.units, task.others
     if pair not in PAIRS or task.tokens > TOKENS or not task.is_whole:
         return None
-    if task.is_normed and not all(CHUNKS[name].is_block for name in pair):
+    if task.is_normed and not _norms(task):
         return None
     gains = 4 * task.columns if task.is_normed else 0
     parts = {pair[0], pair[1]} if others else {pair[0]}
@@ -148,6 +150,11 @@ def can_push(task: Task) -> bool:
     found = deal(task) if task.tokens else None
     room = task.most_shared - PUSHING_BYTES
     return found is not None and found.instance(task.pair) in PUSHING and found.shared <= room
+
+
+def _norms(task: Task) -> bool:
+    parts = task.tokens * task.columns // 256
+    return parts <= NORMED and all(CHUNKS[name].is_block for name in task.pair)
 
 
 def _is_broad(task: Task) -> bool:

@@ -59,7 +59,7 @@ def names(ops: EmulatedOps) -> list[str]:
         ("Q6_K", 768, 1),
         ("Q6_K", 768, 5),
         ("Q8_0", 768, 1),
-        ("Q8_0", 4352, 4),
+        ("Q8_0", 4352, 3),
     ],
 )
 def test_a_product_norms_with_the_same_bits(
@@ -123,6 +123,10 @@ def test_whoever_cannot_norm_has_it_done_before(ops: EmulatedOps) -> None:
     assert names(ops) == [NORM, "matmul_stream", "matmul_stream"]
     assert norms.late_norm(late) is None
     np.testing.assert_array_equal(ops.to_host(late[1]), want[1])
+    # many parts are normed once for all blocks
+    wide, large, rest = vector(ops, 4352, 2), matrix(ops, "Q4_K", 40, 4352), residual(ops, 4, 4352)
+    matmul.linear(ops, norms.LateNorms().norm(ops, rest, wide, EPS), large)
+    assert names(ops) == [NORM, "matmul_stream"]
     # what is added to might be what the norm is made of
     late = norms.LateNorms().norm(ops, x, gain, EPS)
     matmul.linear(ops, late, matrix(ops, "Q4_K", 768, 768), add_to=x)
@@ -138,10 +142,10 @@ def test_which_norms_wait(ops: EmulatedOps, folder: Path) -> None:
         return norms.late_norm(norms.LateNorms().norm(ops, x, gain, EPS)) is not None
 
     assert is_late(ops, 1, 768)
-    assert is_late(ops, stream.NORMED, 768)
+    assert is_late(ops, stream.TOKENS, 768)
     assert is_late(ops, clusters.MOST, 768)  # which records.py norms
     assert not is_late(ops, clusters.MOST + 1, 768)
-    assert not is_late(ops_of(80, folder), stream.NORMED + 1, 768)
+    assert not is_late(ops_of(80, folder), stream.TOKENS + 1, 768)
     assert not is_late(ops, 0, 768)
     assert not is_late(ops, 1, 512)  # of the kernel for heads
     assert not is_late(ops, 1, 1000)
