@@ -17,7 +17,7 @@ import pytest
 from voltapile.kernels.cuda import attention as launcher
 from voltapile.kernels.cuda import heads, pages
 from voltapile.kernels.cuda.attend import CudaAttention
-from voltapile.kernels.cuda.launch import CudaWeight, Instance, Kernel
+from voltapile.kernels.cuda.launch import Instance, Kernel
 
 HERE = Path(__file__).parent
 
@@ -59,31 +59,8 @@ def ops_for(folder: Path) -> Callable[[int], Any]:
     return lambda arch: Emulated(arch, folder, shared[arch])
 
 
-def answer(
-    ops: Any, case: Any, layout: str, pairs: int, outputs: int
-) -> tuple[Any, Any, list[str]]:
-    """What attention gives, what then lies in the cache, and which kernels ran."""
-    world = World(ops, ops.array, case)
-    rng = np.random.default_rng(5)
-    tokens, dim = len(world.tokens), case.dim
-    q = rng.standard_normal((tokens, case.heads * dim), np.float32)
-    k, v = (rng.standard_normal((tokens, case.kv_heads * dim), np.float32) for _ in range(2))
-    turns = rng.standard_normal((tokens, pairs, 2), np.float32)
-    norms = [norm_of(ops, values) for values in rng.standard_normal((2, dim), np.float32)]
-    batch = world.batch(world.tokens, outputs)
-    ops.launched.clear()
-    raw = ops.rope_store(
-        *(ops.array(q), ops.array(k), ops.array(v), ops.array(turns), layout),
-        *(world.cache, batch, 0, 1e-6, *norms),
-    )
-    y = ops.attention(raw, world.cache, batch, 0, case.head_map, case.scale, case.window)
-    stored = [ops.to_host(part) for part in pages.page_parts(world.cache)]
-    return ops.to_host(y), stored, [instance.function for instance, _, _ in ops.launched]
-
-
-def norm_of(ops: Any, values: np.ndarray) -> CudaWeight:
-    weight: CudaWeight = ops.weight(values.copy(), "F32", values.shape)
-    return weight
+def functions(ops: Any) -> list[str]:
+    return [instance.function for instance, _, _ in ops.launched if instance != pages.STORE]
 
 
 CASES = [
@@ -109,13 +86,13 @@ def test_raw_heads(
     if blocks == 1:  # where there is such a kernel
         monkeypatch.setattr(launcher, "MANY_PIECES", 1)
     ops = ops_for(90)
-    fused = answer(ops, case, layout, pairs, 1)
-    assert fused[2] == ["attention_decode"]
+    ops.launched.clear()
+    fused = twin.attend_raw(ops, ops.array, case, layout, pairs)
+    assert functions(ops) == ["attention_decode"]
     monkeypatch.setattr(launcher, "takes_raw", lambda *_: False)
-    apart = answer(ops, case, layout, pairs, 1)
-    assert apart[2] == ["rope_store", "attention_decode"]
-    np.testing.assert_array_equal(fused[0], apart[0])
-    for ours, theirs in zip(fused[1], apart[1], strict=True):
+    apart = twin.attend_raw(ops, ops.array, case, layout, pairs)
+    assert functions(ops)[-2:] == ["rope_store", "attention_decode"]
+    for ours, theirs in zip(fused, apart, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -150,5 +127,4 @@ def test_what_is_late_comes_before_anything_else(ops_for: Callable[[int], Any]) 
     ops.launched.clear()
     other = world.batch(world.tokens, 1)  # not the one that was stored
     ops.attention(q, world.cache, other, 0, case.head_map, case.scale)
-    ran = [instance.function for instance, _, _ in ops.launched]
-    assert ran == [heads.ROPE_STORE[128].function, "attention_decode"]
+    assert functions(ops) == [heads.ROPE_STORE[128].function, "attention_decode"]
