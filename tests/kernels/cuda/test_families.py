@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import expert_stream
+from voltapile.kernels.cuda import expert_stream, experts
 from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.norms import Normed
 from voltapile.kernels.families import (
@@ -141,6 +141,20 @@ def test_no_number_at_all(plain: Any) -> None:
     chosen, weights = (plain.to_host(each) for each in plain.route(*there))
     np.testing.assert_array_equal(chosen, [np.arange(8)])
     assert np.isnan(weights).all()
+
+
+def test_more_tokens_than_tickets_are_several_launches(plain: Any) -> None:
+    tokens, count = 21, 40
+    x, (router, _) = plain.array(normal(0, tokens, 32)), weights_of(plain, normal(1, count, 32))
+    found = []
+    for tickets in (plain.tickets, plain.zeros((8 * count + 5,), np.uint32)):
+        counts, since = plain.array(np.zeros((2, count), np.int64)), len(plain.launched)
+        made = experts.route(plain, x, router, 3, counts, 17, tickets, False)
+        found.append([plain.to_host(each) for each in (*made, counts)])
+        assert not plain.to_host(tickets).any()
+    assert len(plain.launched) == since + 3
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 2048), (3, 768), (11, 1024)])
