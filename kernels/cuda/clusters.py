@@ -20,7 +20,7 @@ STAGED_FROM = 8192
 CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_rows.cu
 # Warps of a block, by the tiles that a warp multiplies at once, which share what is read of tokens:
 # even numbers, since a gate and its up are neighbours'. Two at once where a cluster has MANY tiles.
-CREWS = {1: (16, 18, 20), 2: (12,)}
+CREWS = {1: (8, 12, 16, 18, 20), 2: (12,)}
 MANY = 48
 # Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.
 # One box does for a single round; else all warps meet after each.
