@@ -21,7 +21,7 @@ MOST_PAIRS = 65535  # of a launch: a grid's limit on its second axis
 TICKETS = 65536  # of ROUTE: a token has one for each expert
 ROUTE_MANY_FROM = 64  # rows of prompts
 ROUTED = 4  # experts of a block of ROUTE
-NORMED = 4096  # columns of a row that it norms itself
+NORMED = 2, 4096  # tokens and columns that it norms itself: of more tokens a launch is shorter
 GATE, UP = 0, 1
 
 
@@ -97,7 +97,8 @@ def route(
     chosen, weights = _choice(ops, tokens, experts, used, counts)
     first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
     held, step = _held(experts), len(tickets) // (8 * experts) * 8
-    norm = late_norm(x) if tokens == first <= step and columns <= NORMED else None
+    is_few = tokens == first <= NORMED[0] and columns <= NORMED[1]
+    norm = late_norm(x) if is_few else None
     for start in range(0, first, step):
         count = min(first - start, step)
         read = (x[start:].ptr, 0, 0) if norm is None else (norm.x.ptr, norm.weight.ptr, norm.take())
@@ -190,9 +191,10 @@ def experts(
     alone: int | None = None,
     shared: Shared | None = None,
     policy: Policy = EVERY_ROW_ALONE,
+    tickets: DeviceArray | None = None,
 ) -> DeviceArray:
     """alone: so many first rows have the bits that they have alone; None: all. policy: of the
-    shared expert's products with the others."""
+    shared expert's products with the others. tickets: as of `route`."""
     out = ops.scratch(x.shape) if add_to is None else add_to
     weights, adds = (table.gate, table.up, table.down), add_to is not None
     first = len(x) if alone is None else min(alone, len(x))
@@ -201,7 +203,7 @@ def experts(
     if first:
         own = routing[0][:first], routing[1][:first]
         if expert_stream.fits(ops, table, shared, own[0].shape[1]):
-            expert_stream.experts(ops, x[:first], own, table, shared, out[:first], adds)
+            expert_stream.experts(ops, x[:first], own, table, shared, out[:first], adds, tickets)
         else:
             _by_rows(ops, x[:first], own, table, out[:first], adds)
             _add_shared(ops, x[:first], shared, out[:first], EVERY_ROW_ALONE)

@@ -157,7 +157,7 @@ def test_more_tokens_than_tickets_are_several_launches(plain: Any) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(1, 2048), (3, 768), (11, 1024)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 2048), (2, 768), (11, 1024)])
 def test_routes_what_it_norms(plain: Any, tokens: int, width: int) -> None:
     """A late norm has the bits of a launched one, and so has what is chosen by it."""
     x, (scale, _) = plain.array(normal(0, tokens, width)), weights_of(plain, normal(2, width))
@@ -168,7 +168,8 @@ def test_routes_what_it_norms(plain: Any, tokens: int, width: int) -> None:
         assert is_late or h.ptr
         since, counts = len(plain.launched), plain.array(np.zeros((2, 40), np.int64))
         made = plain.route(h, router, 4, counts, batch)
-        assert [each.function for each, _, _ in plain.launched[since:]] == ["route"]
+        launched = [each.function for each, _, _ in plain.launched[since:]]
+        assert launched == ["rms_norm_rows"] * (is_late and tokens > 2) + ["route"]
         assert not h.is_late
         found.append([plain.to_host(each) for each in (*made, h)])
     for one, other in zip(*found, strict=True):
