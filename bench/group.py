@@ -3,9 +3,9 @@
     python bench/group.py [--ranks 2] [--islands] [--replays 10000] [--only times,replays,...]
 
 times: a call of all_reduce inside a recorded step, and of others. sweep: each way of a sum. norms:
-a sum and the norm after it, of few rows and of prompts. bits: every collective against numpy.
-replays: recorded steps with random pauses on each rank. loss: a rank that is killed, stopped, or a
-group that is ended.
+a sum and the norm after it, of few rows and of prompts. pushes: a product before both. bits: every
+collective against numpy. replays: recorded steps with random pauses on each rank. loss: a rank that
+is killed, stopped, or a group that is ended.
 --islands makes each GPU an island of its own.
 """
 
@@ -28,6 +28,7 @@ from uuid import uuid4
 import numpy as np
 from voltapile.kernels.cuda import group as collectives
 from voltapile.kernels.cuda.ops import CudaOps
+from voltapile.kernels.cuda.pushing import product_of
 from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
@@ -52,9 +53,6 @@ def put(ops: CudaOps, values: np.ndarray) -> Any:
     array = ops.zeros(values.shape, values.dtype)
     ops.upload(array, values)
     return array
-
-
-# --- times ----------------------------------------------------------------------------------
 
 
 def microseconds(ops: CudaOps, call: Callable[[], Any], calls: int = CALLS) -> float:
@@ -147,7 +145,24 @@ def norms(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str
     return lines
 
 
-# --- bits -----------------------------------------------------------------------------------
+def pushes(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str]:
+    """A product, the sum that it is a part of and its norm: sent by the product, and by the sum."""
+    links, lines = ops._links, []
+    assert links is not None
+    for rows, n, k in ((1, 4096, 2048), (1, 4096, 6144), (8, 4096, 2048), (1, 2048, 2048)):
+        weight, inner = ops.dummy_weight("Q8_0", (n, k)), put(ops, np.zeros((rows, k), np.float32))
+        x, out = (put(ops, np.zeros((rows, n), np.float32)) for _ in range(2))
+        arrays = x, ops.dummy_weight("F32", (n,)), 1e-6, out
+
+        def call(line: Any, product: Any = (inner, weight, None), arrays: Any = arrays) -> None:
+            made = product_of(ops, *product)
+            assert made is not None
+            made.launch(line)
+            collectives.all_reduce_norm(ops, links, made.sums, *arrays, bool(line))
+
+        us = [microseconds(ops, lambda e=e: call(e)) for e in (collectives.line_of(links), ())]
+        lines.append(f"product {rows} x {k} x {n}, sum, norm {us[0]:.2f} us, kept {us[1]:.2f} us")
+    return lines
 
 
 def total_of(parts: np.ndarray, islands: Sequence[Sequence[int]]) -> np.ndarray:
@@ -270,6 +285,7 @@ WORKS: dict[str, Work] = {
     "times": times,
     "sweep": sweep,
     "norms": norms,
+    "pushes": pushes,
     "replays": replays,
     "loss": endless,
 }
@@ -355,7 +371,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--islands", action="store_true")
     parser.add_argument("--replays", type=int, default=10_000)
-    parser.add_argument("--only", default="bits,times,norms,replays,loss")
+    parser.add_argument("--only", default="bits,times,norms,pushes,replays,loss")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds for one measurement")
     args = parser.parse_args()
     works = args.only.split(",")
