@@ -117,7 +117,7 @@ struct KeptSums<false> {
 // once; in the last round those that are not there have no weight, so that loads wait for nothing.
 template <class Load>
 __device__ __forceinline__ Part join_in_turn(int count, Load load) {
-  constexpr int AT_ONCE = VP_ARCH >= 900 ? 4 : 8;
+  constexpr int AT_ONCE = 8;
   Part all;
   int first = 0;
 #pragma unroll 1
@@ -199,14 +199,25 @@ __device__ __noinline__ void write_rows(const Ends& ends, const Row* rows, int f
   }
 }
 
+// atomicInc() behind all that this block wrote, and before all that it will read: one fence, where
+// two of the strictest kind cost as much as the rest.
+__device__ __forceinline__ unsigned take_ticket(unsigned* ticket, unsigned most) {
+#ifdef VP_EMULATION
+  return atomicInc(ticket, most);
+#else
+  unsigned old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(ticket), "r"(most)
+               : "memory");
+  return old;
+#endif
+}
+
 // Whether this block is the last of `count` to come; the ticket is 0 again then.
 __device__ __forceinline__ bool is_last(int& answer, unsigned* ticket, int count) {
   __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();  // what all threads wrote comes before
-    answer = atomicInc(ticket, count - 1) == count - 1u;
-    __threadfence();
-  }
+  if (threadIdx.x == 0) answer = take_ticket(ticket, count - 1) == count - 1u;
   __syncthreads();
   return answer;
 }
