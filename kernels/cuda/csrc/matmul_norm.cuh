@@ -69,7 +69,7 @@ __device__ __forceinline__ void stage_blocks(const Product& all, const Norm& nor
       if (!IS_IN_ORDER || !is_first) continue;
     }
 #pragma unroll 1
-    for (; item < count; item += STEP) {
+    while (item < count) {
       int token = 0, chunk = item;
       while (chunk >= chunks) ++token, chunk -= chunks;
       if (norm.gain != nullptr) {
@@ -80,9 +80,11 @@ __device__ __forceinline__ void stage_blocks(const Product& all, const Norm& nor
         b[0] = scaled(scaled(b[0], *reinterpret_cast<const float4*>(gains + O::APART)), factor);
       }
       typename M::Staged(memory + chunk * size, all.tokens).put(token, a[0], b[0], lane);
+      item += STEP;
+      if (item >= count) break;
 #pragma unroll
       for (int i = 1; i < SEVERAL; ++i) a[i - 1] = a[i], b[i - 1] = b[i];
-      const int next = item + SEVERAL * STEP;
+      const int next = item + (SEVERAL - 1) * STEP;
       if (next >= count) continue;
       a[SEVERAL - 1] = *reinterpret_cast<const float4*>(own + next * RUN);
       b[SEVERAL - 1] = *reinterpret_cast<const float4*>(own + next * RUN + O::APART);

@@ -254,10 +254,11 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
   // The first turn stages tokens: what turns have in common is then ready before the wait.
   for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
     if (count == 0) {
+      // Of the whole warp, one number: branches on it need no code for lanes that go apart.
+      const int first = __shfl_sync(~0u, warp_of_block, 0);
       grid_wait();
       if (warp_of_block == TEAMS * WARPS - 1) line.find(all.tokens, lane);
-      // Of the whole warp, one number: branches on it need no code for lanes that go apart.
-      stage<F>(all, norm, shared, __shfl_sync(~0u, warp_of_block, 0), lane);
+      stage<F>(all, norm, shared, first, lane);
       __syncthreads();
       if (unit >= units.count) break;
     }
