@@ -7,6 +7,7 @@ shared memory. Nothing here changes bits. Knows sizes; launches nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from voltapile.kernels.cuda import stream
@@ -18,9 +19,10 @@ FROM, MOST, ROOM = 9, 64, 32  # rows, up to which they are usual; those of a tur
 # Columns from which on records of tokens are worth a launch of their own; a late norm's cost none.
 STAGED_FROM = 8192
 CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_rows.cu
-# Warps of a block, by the tiles that a warp multiplies at once, which share what is read of tokens:
-# even numbers, since a gate and its up are neighbours'. Two at once where a cluster has MANY tiles.
-CREWS = {1: (8, 12, 16, 18, 20), 2: (12,)}
+# Warps of a block, by the tiles that a warp multiplies at once, which share what is read of tokens.
+# Two at once where a cluster has MANY tiles; of one, an even number, since a gate and its up are
+# neighbours'.
+CREWS = {1: (8, 12, 16, 18, 20), 2: (12, 11, 10)}
 MANY = 48
 # Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.
 # One box does for a single round; else all warps meet after each.
@@ -92,29 +94,29 @@ def _deal(task: stream.Task, turns: int) -> Deal | None:
     if task.others:
         tiles = max(tiles, -(-task.others // (clusters - first)))
     slots = -(-task.columns // (256 * CLASSES))
-    for held, crew in _ways(task.pair, tiles, slots):
-        for boxes, depth in MEMORY:
-            own_boxes = 1 if tiles <= held * crew else boxes
-            shared = max(
-                _shared_bytes(part, slots, 8 * passes, held, crew, depth, own_boxes)
-                for part in parts
-            )
-            if shared <= task.most_shared:
-                sizes = depth, own_boxes, shared
-                return Deal(clusters, held, crew, room, passes, first, *sizes)
+    for held, crew, boxes, depth in _ways(task.pair, tiles, slots):
+        own_boxes = 1 if tiles <= held * crew else boxes
+        sizes = slots, 8 * passes, held, crew, depth, own_boxes
+        shared = max(_shared_bytes(part, *sizes) for part in parts)
+        if shared <= task.most_shared:
+            return Deal(clusters, held, crew, room, passes, first, depth, own_boxes, shared)
     return None
 
 
-def _ways(pair: tuple[str, str], tiles: int, slots: int) -> list[tuple[int, int]]:
-    """Tiles at once and warps, the best first: those with which the longest warp multiplies fewest
-    chunks one after the other. The last tiles may be shared."""
+def _ways(pair: tuple[str, str], tiles: int, slots: int) -> Iterator[tuple[int, int, int, int]]:
+    """Tiles at once, warps, boxes and chunks on their way, the best first.
+
+    Few warps of two tiles need a chunk ahead. Of one, those are best with which the longest warp
+    multiplies fewest chunks one after the other; the last tiles may be shared."""
 
     def steps(crew: int) -> int:
         rounds, left = divmod(tiles, crew)
         return rounds * slots + (0 if not left else 1 if left * slots <= crew else slots)
 
-    two = [(2, crew) for crew in CREWS[2] if tiles >= MANY and (pair, PASSES[0], 2) in CLUSTER]
-    return two + [(1, crew) for crew in sorted(CREWS[1], key=steps)]
+    if tiles >= MANY and (pair, PASSES[0], 2) in CLUSTER:
+        yield from ((2, crew, *memory) for memory in MEMORY[1:] for crew in CREWS[2])
+    for crew in sorted(CREWS[1], key=steps):
+        yield from ((1, crew, *memory) for memory in MEMORY)
 
 
 def _clusters(multiprocessors: int) -> int:

@@ -10,8 +10,8 @@
 // grid: (CLASSES * clusters, turns of `room` tokens). Clusters from first_other on take the
 // matrices whose bit in `others` is set. boxes: 2 where a tile's sums may arrive while those of the
 // one before are read, else 1. -D FORMAT, OTHER; SPLIT and WARPS, both CLASSES; CREW, the
-// most warps, an even number; MANY 2 or 4; TILES 1; HELD,
-// the tiles that a warp multiplies at once, 1 or 2.
+// most warps; MANY 2 or 4; TILES 1; HELD, the tiles that a warp multiplies at once, 1 or 2: with 1
+// the number of warps is even.
 #include "grid.cuh"
 #include "matmul_crew.cuh"
 #include "matmul_letters.cuh"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(clusters, "CREWS", {1: (2,), 2: (2,)})
+    monkeypatch.setattr(clusters, "CREWS", {1: (2,), 2: (3,)})
     monkeypatch.setattr(clusters, "CLUSTER", clusters.instances())
     monkeypatch.setattr(clusters, "FROM", 1)
     monkeypatch.setattr(stream, "TOKENS", 0)
@@ -165,7 +165,7 @@ def test_deals_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one is not None
     assert (one.crew, one.boxes) == (18, 1)
     assert many is not None
-    assert (many.held, many.crew, many.boxes) == (2, 12, 2)
+    assert (many.held, many.crew, many.boxes, many.depth) == (2, 11, 2, 2)
     few = deal("Q5_K", 4096, 32, 24576)  # whose chunks are not multiplied as they lie
     assert few is not None
     assert (few.held, few.crew) == (1, 20)
