@@ -1,5 +1,6 @@
-// Chunks of Q4_K and Q8_0 times a token that is alone, from sm_80 on: in whole numbers, with the
-// bits that matmul_block.cuh makes of it in company, since sums of a group are exact either way.
+// Chunks of Q4_K, Q5_K and Q8_0 times a token that is alone, from sm_80 on: in whole numbers, with
+// the bits that it has in company (matmul_block.cuh, matmul_chunk.cuh), since sums of a group are
+// exact either way.
 //
 // Columns of the tensor core are the groups, instead of tokens: a lane takes the codes of one run,
 // which are two groups, and column n is zero but in the lanes that have group n. Compiled without
@@ -7,6 +8,7 @@
 #pragma once
 #include "matmul_order.cuh"
 #include "matmul_words.cuh"
+#include "unpack.cuh"
 
 #if VP_ARCH >= 800
 namespace voltapile {
@@ -32,21 +34,25 @@ __device__ __forceinline__ void mma_codes(int (&c)[4], const unsigned (&a)[4], u
 }
 
 // Sums of a lane's two groups, of both its rows.
-template <class F, bool IS_SIGNED>
+template <bool IS_SIGNED>
 struct Groups {
-  using T = BlockTokens<F>;
   int run;  // this lane's: they go from lane to lane, and lane 0 has the last
   uint4 b[4];  // the token's upper bytes, its lower ones
   int even[2][4] = {}, odd[2][4] = {};  // of both; what is in the other group's column is nobody's
 
-  __device__ __forceinline__ Groups(const std::uint8_t* token, const Tile& tile)
+  // zeros: 16 bytes, or null if none are kept.
+  __device__ __forceinline__ Groups(const std::uint8_t* token, const std::uint8_t* zeros,
+                                    const Tile& tile)
       : run((tile.unit(0) + 3) & 3) {
     const int n = tile.token();
     const bool is_own = n >> 1 == tile.unit(0);
+    const std::uint8_t* own = token + 64 * (2 * run + (n & 1));
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      b[i] = *reinterpret_cast<const uint4*>(
-          token + (is_own ? 64 * (2 * run + (n & 1)) + 16 * i : T::ZEROS));
+    for (int i = 0; i < 4; ++i) {
+      b[i] = uint4{0, 0, 0, 0};
+      if (zeros != nullptr || is_own)
+        b[i] = *reinterpret_cast<const uint4*>(is_own ? own + 16 * i : zeros);
+    }
   }
   // Eight columns of each: words 2 k and 2 k + 1 of a group, of both rows in turn.
   __device__ __forceinline__ void add(int k, const unsigned (&of_even)[4],
@@ -59,23 +65,23 @@ struct Groups {
       mma_codes<IS_SIGNED>(odd[byte], of_odd, b0, b1);
     }
   }
-  // Those of all runs, times the scales of each, in order. Only lane 0's are whole.
-  __device__ __forceinline__ void join(const float (&scale)[2][2], const Tile& tile,
-                                       float (&sum)[2]) const {
-    float of_group[2][2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      of_group[i][0] = static_cast<float>(256 * even[0][2 * i] + even[1][2 * i]);
-      of_group[i][1] = static_cast<float>(256 * odd[0][2 * i + 1] + odd[1][2 * i + 1]);
-      sum[i] = 0;
-    }
+  // Of row i and an even or odd group: what is exact.
+  __device__ __forceinline__ float sum_of(int i, int is_odd) const {
+    const int at = 2 * i + is_odd;
+    return static_cast<float>(is_odd ? 256 * odd[0][at] + odd[1][at]
+                                     : 256 * even[0][at] + even[1][at]);
+  }
+  // Goes through the runs in order: add(i, sum) adds a lane's own to that of row i. Only lane 0's
+  // sums are whole.
+  template <class Add>
+  __device__ __forceinline__ void join(const Tile& tile, float (&sum)[2], Add add) const {
+    sum[0] = sum[1] = 0;
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (step > 0) sum[i] = __shfl_sync(~0u, sum[i], (tile.lane & 28) | run);
-        sum[i] = fmaf(scale[i][0], of_group[i][0], sum[i]);
-        sum[i] = fmaf(scale[i][1], of_group[i][1], sum[i]);
+        sum[i] = add(i, sum[i]);
       }
   }
 };
@@ -92,7 +98,7 @@ struct Alone<formats::Q4_K> {
                                                   const std::uint8_t* token, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
     using T = BlockTokens<F>;
-    Groups<F, false> groups(token, tile);
+    Groups<false> groups(token, token + T::ZEROS, tile);
     const int p = tile.unit(0), turned = groups.run & 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -111,15 +117,18 @@ struct Alone<formats::Q4_K> {
       }
     }
     Heads heads[2];
-    float sum[2], scale[2][2];
+    float sum[2], scale[2][2], of_group[2][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
       const unsigned four = heads[i].scales(groups.run >> 1);
       scale[i][0] = Heads::scale_of(four, 2 * turned);
       scale[i][1] = Heads::scale_of(four, 2 * turned + 1);
+      of_group[i][0] = groups.sum_of(i, 0), of_group[i][1] = groups.sum_of(i, 1);
     }
-    groups.join(scale, tile, sum);
+    groups.join(tile, sum, [&](int i, float all) {
+      return fmaf(scale[i][1], of_group[i][1], fmaf(scale[i][0], of_group[i][0], all));
+    });
     const Unit least[2] = {heads[0].minima_of(p), heads[1].minima_of(p)};
     const uint2 pair = T::sums(token, p);
     const Unit sums{{pair.x, pair.y, 0, 0}};
@@ -143,9 +152,9 @@ struct Alone<formats::Q8_0> {
                                                   const int (&at)[Tile::ROWS],
                                                   const std::uint8_t* token, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
-    Groups<F, true> groups(token, tile);
+    Groups<true> groups(token, token + BlockTokens<F>::ZEROS, tile);
     Words words[2][2];
-    float sum[2], scale[2][2];
+    float sum[2], scale[2][2], of_group[2][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int own = at[i / 2] + 68 * groups.run + 34 * (i & 1);
@@ -160,8 +169,74 @@ struct Alone<formats::Q8_0> {
         a[i & 1][i / 2] = words[i / 2 & 1][i & 1].at(8 * k + 4 * (i / 4));
       groups.add(k, a[0], a[1]);
     }
-    groups.join(scale, tile, sum);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) of_group[i / 2][i & 1] = groups.sum_of(i / 2, i & 1);
+    groups.join(tile, sum, [&](int i, float all) {
+      return fmaf(scale[i][1], of_group[i][1], fmaf(scale[i][0], of_group[i][0], all));
+    });
     const float factor = *reinterpret_cast<const float*>(token + BlockTokens<F>::SCALE);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      part[0][2 * i] = factor * (sum[i] * 0x1p-24f);
+      part[0][2 * i + 1] = 0;
+    }
+  }
+};
+
+template <>
+struct Alone<formats::Q5_K> {
+  // rows: this lane's. sums: of the token's groups. factor: what all is multiplied by.
+  static __device__ __forceinline__ void multiply(const std::uint8_t* const (&rows)[Tile::ROWS],
+                                                  const std::uint8_t* token, const float* sums,
+                                                  float factor, const Tile& tile,
+                                                  float (&part)[PASSES][Tile::VALUES]) {
+    Groups<false> groups(token, nullptr, tile);
+    const int run = groups.run, turned = run & 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 low[2], fifth[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const std::uint8_t* from = rows[i] + 16 * (half ^ turned);
+        fifth[i] = *reinterpret_cast<const uint4*>(from + 16);
+        low[i] = *reinterpret_cast<const uint4*>(from + 48 + 32 * run);
+      }
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        unsigned a[2][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const unsigned w = word_of(low[i & 1], 2 * k + i / 2);
+          const unsigned up = moved(word_of(fifth[i & 1], 2 * k + i / 2), 4 - 2 * run);
+          a[0][i] = (w & 0x0f0f0f0f) | (up & 0x10101010);
+          a[1][i] = (w >> 4 & 0x0f0f0f0f) | (up >> 1 & 0x10101010);
+        }
+        groups.add(2 * half + k, a[0], a[1]);
+      }
+    }
+    const float all[2] = {sums[2 * run] * 0x1p24f, sums[2 * run + 1] * 0x1p24f};
+    float sum[2], of_group[2][2];
+    float2 scale[2][2];  // as Codec::scale makes them: codes are 32 more there
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Heads heads{*reinterpret_cast<const uint4*>(rows[i])};
+      const unsigned scales = heads.scales(run >> 1), minima = heads.minima(run >> 1);
+      const float2 d = half_values(heads.v.x);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const float s = d.x * Heads::number_of(scales, 2 * turned + odd);
+        scale[i][odd] = {s, -(32 * s + d.y * Heads::number_of(minima, 2 * turned + odd))};
+        of_group[i][odd] = fmaf(all[odd], 32.0f, groups.sum_of(i, odd));
+      }
+    }
+    groups.join(tile, sum, [&](int i, float before) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        before = fmaf(scale[i][odd].x, of_group[i][odd], before);
+        before = fmaf(scale[i][odd].y, all[odd], before);
+      }
+      return before;
+    });
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       part[0][2 * i] = factor * (sum[i] * 0x1p-24f);

@@ -103,6 +103,12 @@ __device__ __forceinline__ void multiply_chunk(
 #pragma unroll
   for (int i = 0; i < Tile::ROWS; ++i)
     rows[i] = raw + stage.row_start(first, tile.row(i));
+#if VP_ARCH >= 800
+  if constexpr (Codec<F>::EXACT_BITS > 0)
+    if (tokens.is_alone())
+      return Alone<F>::multiply(rows, reinterpret_cast<const std::uint8_t*>(tokens.units),
+                                tokens.sums, tokens.scale(0), tile, part);
+#endif
   const int own = tile.lane & 15;
   const std::uint8_t* own_row = raw + stage.row_start(first, own);
   if constexpr (Codec<F>::EXPAND) {
@@ -162,7 +168,7 @@ __device__ __forceinline__ void multiply_any(
     const Raw& stage, const typename ChunkMemory<F>::Staged& tokens, const Tile& tile,
     float (&part)[PASSES][Tile::VALUES]) {
   if constexpr (Order<F>::IS_BLOCK) {
-    // Rows that are eight apart begin alike within 16 bytes, since a row has an even number of them.
+    // Rows eight apart begin alike within 16 bytes, since a row has an even number of them.
     const int apart = stage.row_start(nullptr, 8) & ~15;
     int at[Tile::ROWS];
     at[0] = here + stage.row_start(first, tile.row(0));

@@ -1,18 +1,10 @@
 // Tokens for chunks of 256 columns that are multiplied as their bytes lie (matmul_block.cuh): the
 // order of columns that each format makes, and what shared memory keeps of a token.
-//
-// Tokens come in PASSES times eight at most; -D MANY: 0 for one pass, 1 for as many as suit, 2 or 4
-// for so many.
 #pragma once
 #include "formats/registry.h"
 #include "matmul_tokens.cuh"
 
 namespace voltapile {
-
-constexpr bool IS_ASYNC = VP_ARCH >= 800;
-// Passes without a token are left out, at the price of branches, but with MANY 2 or 4.
-constexpr bool LEAVES_OUT = MANY < 2;
-constexpr int PASSES = !MANY ? 1 : MANY == 2 || !IS_ASYNC ? 2 : 4;
 
 __device__ __forceinline__ Unit unit_at(const Unit* at) {
   const uint4 v = *reinterpret_cast<const uint4*>(at);
@@ -178,28 +170,14 @@ struct BlockTokens {
         kept_sums(low * 0x1p-6f, high * 0x1p-6f);
   }
 #endif
-  // Eight values of group lane / 4 as whole numbers of two bytes each.
+  // Of group lane / 4.
   static __device__ __forceinline__ void put_bytes(std::uint8_t* own, const Unit& unit, int lane) {
-    unsigned high[2], low[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 x = half_values(unit.r[2 * i]), y = half_values(unit.r[2 * i + 1]);
-      const unsigned second_one = whole(O::NATURAL ? x.y : y.x);
-      const unsigned third = whole(O::NATURAL ? y.x : x.y);
-      const unsigned first = __byte_perm(whole(x.x), second_one, 0x5140);
-      const unsigned second = __byte_perm(third, whole(y.y), 0x5140);
-      low[i] = __byte_perm(first, second, 0x5410) ^ 0x80808080;
-      high[i] = __byte_perm(first, second, 0x7632);
-    }
+    const PutBytes bytes = put_bytes_of<O::NATURAL>(unit);
     const int turned = O::TURNS ? lane >> 2 & 2 : 0;
     std::uint8_t* at = own + 64 * (lane >> 2) + 8 * ((lane & 3) ^ turned);
-    *reinterpret_cast<uint2*>(at) = uint2{high[0], high[1]};
-    *reinterpret_cast<uint2*>(at + 32) = uint2{low[0], low[1]};
+    *reinterpret_cast<uint2*>(at) = bytes.high;
+    *reinterpret_cast<uint2*>(at + 32) = bytes.low;
     if (lane == 0) *reinterpret_cast<uint4*>(own + ZEROS) = uint4{0, 0, 0, 0};
-  }
-  // Its second byte is the upper one, its first the lower one and 128.
-  static __device__ __forceinline__ unsigned whole(float x) {
-    return __float_as_uint(fmaf(x, 0x1p24f, 12582912.0f + 128.0f));
   }
   // Two sums as halves, and what these leave times 2^11.
   static __device__ __forceinline__ uint2 kept_sums(float low, float high) {

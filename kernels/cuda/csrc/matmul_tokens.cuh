@@ -7,7 +7,17 @@
 #pragma once
 #include "mma.cuh"
 
+#ifndef MANY
+#define MANY 0
+#endif
+
 namespace voltapile {
+
+constexpr bool IS_ASYNC = VP_ARCH >= 800;
+// Tokens come in PASSES times eight at most; -D MANY: 0 for one pass, 1 for as many as suit, 2 or 4
+// for so many. Passes without a token are left out, at the price of branches, but with MANY 2 or 4.
+constexpr bool LEAVES_OUT = MANY < 2;
+constexpr int PASSES = !MANY ? 1 : MANY == 2 || !IS_ASYNC ? 2 : 4;
 
 __device__ __forceinline__ float4 four_columns(const float* row, int column, int k) {
   if ((k & 3) == 0)
@@ -74,10 +84,36 @@ __device__ __forceinline__ float pack_four(float4 v, float scale, unsigned* high
   return (ab.x + ab.y) + (cd.x + cd.y);
 }
 
+// Eight values as whole numbers times 2^-24, of two bytes each; four columns a word.
+struct PutBytes {
+  uint2 high, low;
+};
+// Its second byte is the upper one, its first the lower one and 128.
+__device__ __forceinline__ unsigned whole_of(float x) {
+  return __float_as_uint(fmaf(x, 0x1p24f, 12582912.0f + 128.0f));
+}
+template <bool NATURAL>
+__device__ __forceinline__ PutBytes put_bytes_of(const Unit& unit) {
+  unsigned high[2], low[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 x = half_values(unit.r[2 * i]), y = half_values(unit.r[2 * i + 1]);
+    const unsigned second = whole_of(NATURAL ? x.y : y.x), third = whole_of(NATURAL ? y.x : x.y);
+    const unsigned one = __byte_perm(whole_of(x.x), second, 0x5140);
+    const unsigned two = __byte_perm(third, whole_of(y.y), 0x5140);
+    low[i] = __byte_perm(one, two, 0x5410) ^ 0x80808080;
+    high[i] = __byte_perm(one, two, 0x7632);
+  }
+  return {{high[0], high[1]}, {low[0], low[1]}};
+}
+
 // In shared memory, for `room` tokens:
 //   units   [X_PLANES][GROUPS][room][4] Units
 //   sums    [GROUPS * SCALES][room] of what the units hold; only if the format has offsets
 //   scales  [room] what sums of products are multiplied by
+// A token that is alone (matmul_alone.cuh) is kept as bytes instead of units:
+//   [GROUPS][2] its upper bytes, its lower ones: 32, of which in every other pair of groups the
+//   second 16 come first
 template <class C>
 struct Tokens {
   static constexpr int PER_TOKEN =
@@ -98,6 +134,9 @@ struct Tokens {
   // A token, or another where there is none: its sums are nobody's.
   __device__ __forceinline__ int some(int token) const { return token < room ? token : 0; }
   __device__ __forceinline__ float scale(int token) const { return scales[some(token)]; }
+  __device__ __forceinline__ bool is_alone() const {
+    return C::EXACT_BITS > 0 && PASSES == 1 && room == 1;
+  }
 
   // x: the first token's row; column: where the chunk starts.
   __device__ __forceinline__ void stage(const float* x, int tokens, int k, int column, int lane) {
@@ -117,7 +156,8 @@ struct Tokens {
         for (int step = LANES / 2; step > 0; step >>= 1)
           largest = larger_of(largest, __shfl_xor_sync(~0u, largest, step));
       }
-      const float2 scale = scales_for(largest);
+      const float2 scale =
+          C::EXACT_BITS > 0 ? exact_scales_for<C::EXACT_BITS>(largest) : scales_for(largest);
       Unit high, low;
       float sum_a = pack_four<C::NATURAL>(a, scale.x, high.r, C::X_PLANES > 1 ? low.r : nullptr);
       float sum_b =
@@ -136,7 +176,10 @@ struct Tokens {
         }
       }
       if (is_there) {
-        put(0, group, token, p, high);
+        if (is_alone())
+          put_alone(group, p, put_bytes_of<C::NATURAL>(high));
+        else
+          put(0, group, token, p, high);
         if constexpr (C::X_PLANES > 1) put(1, group, token, p, low);
         if (lane % LANES == 0) scales[token] = scale.y;
       }
@@ -144,6 +187,14 @@ struct Tokens {
   }
 
  private:
+  __device__ __forceinline__ void put_alone(int group, int p, const PutBytes& bytes) {
+    std::uint8_t* at = reinterpret_cast<std::uint8_t*>(units) + 64 * group + 4 * p;
+    const int first = group & 2 ? 16 : 0, second = 16 - first;
+    *reinterpret_cast<unsigned*>(at + first) = bytes.high.x;
+    *reinterpret_cast<unsigned*>(at + second) = bytes.high.y;
+    *reinterpret_cast<unsigned*>(at + 32 + first) = bytes.low.x;
+    *reinterpret_cast<unsigned*>(at + 32 + second) = bytes.low.y;
+  }
   __device__ __forceinline__ void put(int plane, int group, int token, int p, const Unit& u) {
     *reinterpret_cast<uint4*>(units + ((plane * C::GROUPS + group) * room + token) * 4 + p) =
         uint4{u.r[0], u.r[1], u.r[2], u.r[3]};

@@ -53,6 +53,10 @@ struct Heads {
     return __uint_as_float(__byte_perm(four, magic, 0x7440 + group % 4)) -
            (group & 1 ? 524288.0f : 8388608.0f);
   }
+  static __device__ __forceinline__ float number_of(unsigned four, int byte) {
+    const unsigned magic = 0x4b000000u | blockDim.x >> 16;
+    return __uint_as_float(__byte_perm(four, magic, 0x7440 + byte)) - 8388608.0f;
+  }
   // Of groups 4 h .. 4 h + 3, a byte each.
   __device__ __forceinline__ unsigned scales(int h) const {
     return h ? (v.w & 0x0f0f0f0f) | (v.y >> 2 & 0x30303030) : v.y & 0x3f3f3f3f;

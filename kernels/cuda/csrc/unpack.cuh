@@ -7,6 +7,7 @@
 //   SCALES   scales of a group (2: one for each 16 columns); OFFSET: whether offsets are not 0
 //   PLANES   1, or 2 where a weight is the sum of a half and of another half times 2^-11
 //   X_PLANES the same of the activations that suit the format
+//   EXACT_BITS  of activations, so many that sums of a group are exact; 0: all of a half
 //   EXPAND   there is no fast unpack: floats are made of a chunk first
 //   NATURAL  columns in a unit's registers are (0,1) (2,3), else (0,2) (1,3)
 //   unpack(row, span, p, out)   out[SPAN * PLANES]: integers, exact in half precision
@@ -85,7 +86,7 @@ __device__ __forceinline__ void look_up(unsigned w, const unsigned (&table)[4], 
 }
 
 struct Quantised {
-  static constexpr int GROUPS = 8, SPAN = 1, SCALES = 1, PLANES = 1, X_PLANES = 1;
+  static constexpr int GROUPS = 8, SPAN = 1, SCALES = 1, PLANES = 1, X_PLANES = 1, EXACT_BITS = 0;
   static constexpr bool OFFSET = false, NATURAL = false, EXPAND = false;
 };
 
@@ -233,7 +234,7 @@ struct Codec<formats::NVFP4_SCALED> : Quantised {
 template <>
 struct Codec<formats::F16> {
   static constexpr int GROUPS = 4, BYTES = 4 * 64, ALIGN = 2, SPAN = 1, SCALES = 1, PLANES = 1;
-  static constexpr int X_PLANES = 2;
+  static constexpr int X_PLANES = 2, EXACT_BITS = 0;
   static constexpr bool OFFSET = false, NATURAL = true, EXPAND = false;
   static __device__ __forceinline__ void unpack(Bytes row, int group, int p, Unit* out) {
     for (int i = 0; i < 4; ++i)
@@ -252,7 +253,7 @@ __device__ __forceinline__ void split_pair(float a, float b, unsigned& high, uns
 }
 
 struct Floats {
-  static constexpr int SPAN = 1, SCALES = 1, PLANES = 2, X_PLANES = 2;
+  static constexpr int SPAN = 1, SCALES = 1, PLANES = 2, X_PLANES = 2, EXACT_BITS = 0;
   static constexpr bool OFFSET = false, NATURAL = true, EXPAND = false;
   static __device__ __forceinline__ float2 scale(Bytes, int) { return {1.0f, 0.0f}; }
 };

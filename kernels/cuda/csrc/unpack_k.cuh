@@ -26,7 +26,7 @@ struct Codec<formats::Q4_K> : Quantised {
 
 template <>
 struct Codec<formats::Q5_K> : Quantised {
-  static constexpr int ALIGN = 16, BYTES = 176, SPAN = 2;
+  static constexpr int ALIGN = 16, BYTES = 176, SPAN = 2, EXACT_BITS = VP_ARCH >= 800 ? 13 : 0;
   static constexpr bool OFFSET = true;
   static __device__ __forceinline__ void unpack(Bytes row, int span, int p, Unit* out) {
     for (int i = 0; i < 2; ++i) {

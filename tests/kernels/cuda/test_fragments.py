@@ -120,7 +120,9 @@ def test_a_row_has_the_same_bits_in_any_company(arch: int, folder: Path) -> None
 
 
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e29])
-@pytest.mark.parametrize(("name", "columns"), [("Q4_K", 4352), ("Q8_0", 4352), ("Q8_0", 288)])
+@pytest.mark.parametrize(
+    ("name", "columns"), [("Q4_K", 4352), ("Q5_K", 4352), ("Q8_0", 4352), ("Q8_0", 288)]
+)
 def test_a_token_that_is_alone_has_the_bits_of_one_in_company(
     name: str, columns: int, size: float, folder: Path
 ) -> None:
