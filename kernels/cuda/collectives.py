@@ -149,7 +149,7 @@ class CudaCollectives:
     ) -> DeviceArray | None:
         """As `_product_late`, of rows that are generated."""
         ops, shape = self._launcher(), (len(x), weight.shape[0])
-        if not (links.norms and group.can_norm(links, shape)):
+        if not (links.norms and links.pushes and group.can_norm(links, shape)):
             return None
         with ops.scope():
             product = product_of(ops, x, weight, bias)

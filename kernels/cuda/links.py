@@ -123,7 +123,8 @@ def record_of(
 class Links:
     """A group as launchers see it. record: the address of its record in device memory. report:
     words in host memory. blocks: that all ranks' GPUs can run at once. owners: what keeps all that
-    alive. norms: whether sums take the norm behind them along; the same on all ranks."""
+    alive. norms: whether sums take the norm behind them along; pushes: whether products send their
+    parts of such sums; the same on all ranks."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Links:
     ) -> None:
         self.record, self.rank, self.ranks = record, rank, ranks
         self.islands, self.mates = len(islands.ranks), len(islands.ranks[0]) if ranks > 2 else 1
-        self.blocks, self.norms = blocks, False
+        self.blocks, self.norms, self.pushes = blocks, False, False
         self._report, self._seconds, self._owners = report, seconds, owners
 
     def check(self) -> None:

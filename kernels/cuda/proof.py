@@ -13,18 +13,28 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from voltapile.kernels.cuda.group import CHECK, FILL, all_reduce, all_reduce_norm, can_norm
-from voltapile.kernels.cuda.launch import CudaWeight, Launcher
+from voltapile.kernels.cuda.group import (
+    CHECK,
+    FILL,
+    all_reduce,
+    all_reduce_norm,
+    can_norm,
+    line_of,
+)
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.links import ROOM, Links
+from voltapile.kernels.cuda.pushing import Line, product_of
 from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.group import Group
 from voltapile.shm import numa
+from voltapile.shm.formats import row_bytes
 from voltapile.shm.segment import Segment, SegmentError
 
 REPEATS = 4  # of a pattern, for its speed
 PACK = 16
 BLOCK = 256
 NORM_WIDTH, NORM_CALLS, EPS = 4096, 50, 1e-6
+PRODUCT = 2048, 256  # small, since scratch may be
 NODE_BYTES = 32 << 20
 NODE_FOLDER = Path("/sys/devices/system/node")
 
@@ -102,17 +112,12 @@ def read(ops: Prover, address: int, nbytes: int) -> float:
 
 def norm_pays(ops: Prover, links: Links, group: Group) -> bool:
     """Whether a sum together with the norm behind it is faster than one after the other, here and
-    on all ranks. Measured inside a recorded step, where it will be; both give the same bits.
-
-    Loading and recording wait for what runs on the GPU, and other ranks' kernels there may wait for
-    this one: so all of it is done before anybody launches, and nothing is freed before all end."""
+    on all ranks. Both give the same bits."""
     shape = 1, NORM_WIDTH
     if not can_norm(links, shape):
         return False
     with ops.scope():
-        part, x, out, ones = (ops.scratch(shape) for _ in range(4))
-        for array in (part, x, out, ones):
-            ops.device.clear(array.ptr, array.nbytes)
+        part, x, out, ones = (_zeros(ops, shape) for _ in range(4))
         weight = CudaWeight((NORM_WIDTH,), ones.nbytes, "F32", ones.ptr, ones.nbytes)
 
         def together() -> None:
@@ -123,17 +128,61 @@ def norm_pays(ops: Prover, links: Links, group: Group) -> bool:
             with ops.scope():
                 rms_norm(ops, x, weight, EPS)
 
-        def loaded() -> None:
-            together()
-            apart()
+        return _is_faster(ops, links, group, together, apart)
 
-        ops.prepare(loaded)
-        both = _recorded(ops, together), _recorded(ops, apart)
-        ops.device.synchronize()
-        group.exchange(b"")
-        one, two = (_seconds(ops, recorded) for recorded in both)
+
+def push_pays(ops: Prover, links: Links, group: Group) -> bool:
+    """Whether a product that sends its part of such a sum is faster than a sum that does, on all
+    ranks; the same bits again. False where a rank cannot, or has no room to try."""
+    (rows, columns), row = PRODUCT, row_bytes("Q8_0", PRODUCT[1])
+    with ops.scope():
+        try:
+            x, matrix = _zeros(ops, (1, columns)), _zeros(ops, (rows, row), np.uint8)
+            total, out, ones = (_zeros(ops, (1, rows)) for _ in range(3))
+            weight = CudaWeight(PRODUCT, matrix.nbytes, "Q8_0", matrix.ptr, row)
+            with ops.scope():
+                can = can_norm(links, out.shape) and product_of(ops, x, weight, None) is not None
+        except MemoryError:
+            can = False
+        if not all(answer[0] for answer in group.exchange(bytes([can]))):
+            return False
+        norm = CudaWeight((rows,), ones.nbytes, "F32", ones.ptr, ones.nbytes)
+
+        def call(line: Line) -> None:
+            with ops.scope():
+                product = product_of(ops, x, weight, None)
+                assert product is not None
+                product.launch(line)
+                all_reduce_norm(ops, links, product.sums, total, norm, EPS, out, bool(line))
+
+        return _is_faster(ops, links, group, lambda: call(line_of(links)), lambda: call(()))
+
+
+def _zeros(ops: Prover, shape: tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
+    array = ops.scratch(shape, dtype)
+    ops.device.clear(array.ptr, array.nbytes)
+    return array
+
+
+def _is_faster(
+    ops: Prover, links: Links, group: Group, one: Callable[[], None], two: Callable[[], None]
+) -> bool:
+    """Whether `one` is, on all ranks. Measured inside a recorded step, where it will be.
+
+    Loading and recording wait for what runs on the GPU, and other ranks' kernels there may wait for
+    this one: so all of it is done before anybody launches, and nothing is freed before all end."""
+
+    def both() -> None:
+        one()
+        two()
+
+    ops.prepare(both)
+    recorded = [_recorded(ops, call) for call in (one, two)]
+    ops.device.synchronize()
+    group.exchange(b"")
+    first, second = (_seconds(ops, each) for each in recorded)
     links.check()
-    return all(answer[0] for answer in group.exchange(bytes([one < two])))
+    return all(answer[0] for answer in group.exchange(bytes([first < second])))
 
 
 def _recorded(ops: Prover, call: Callable[[], None]) -> Any:

@@ -62,7 +62,9 @@ def open_links(ops: proof.Prover, group: Group) -> Links:
         log.info("rank %d reads host memory of node %d: %.1f GB/s", group.rank, node, speed)
     links = _record(wires, islands)
     links.norms = proof.norm_pays(ops, links, group)
-    log.info("rank %d: sums take norms along: %s", group.rank, "yes" if links.norms else "no")
+    links.pushes = links.norms and proof.push_pays(ops, links, group)
+    told = ("yes" if each else "no" for each in (links.norms, links.pushes))
+    log.info("rank %d: sums take norms along: %s; products send parts: %s", group.rank, *told)
     return links
 
 

@@ -25,7 +25,7 @@ class Alone(CudaCollectives):
         self.following = Following()
         report = np.zeros(2, np.uint32)
         self._links = Links(1, 0, ranks, Islands((tuple(range(ranks)),)), report)
-        self._links.norms = True
+        self._links.norms = self._links.pushes = True
         self.end = 1 << 20
 
     def _launcher(self) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from voltapile.kernels.cuda import group as launchers
 from voltapile.kernels.cuda import proof
+from voltapile.kernels.cuda.following import Following
 from voltapile.kernels.cuda.launch import DeviceArray
 from voltapile.kernels.cuda.links import ROOM, Islands, Links
 from voltapile.kernels.cuda.rows import NORM_ROWS
@@ -268,6 +269,7 @@ class Recorder(EmulatedOps):
         self.log: list[str] = []
         self.device: Any = self
         self.is_rehearsing = False
+        self.arch, self.max_shared, self.following = 90, 227 << 10, Following()
 
     def scratch(self, shape: Sequence[int], dtype: Any = np.float32) -> DeviceArray:
         return DeviceArray(256, tuple(shape), dtype)
@@ -285,7 +287,7 @@ class Recorder(EmulatedOps):
 
     def kernel(self, instance: Any) -> Callable[..., None]:
         self.log.append(f"{'load' if self.is_rehearsing else 'record'} {instance.function}")
-        return lambda *_: None
+        return lambda *_, **__: None
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[list[Any]]:
@@ -317,6 +319,15 @@ def test_ranks_meet_between_what_loads_and_what_waits(monkeypatch: pytest.Monkey
     before = [f"{what} {kernel}" for what in ("load", "record") for kernel in kernels]
     replays = ["replay"] * 2 * (1 + proof.REPEATS)
     assert ops.log == [*before, "synchronize", "meet", *replays, "meet"]
+    ops.log.clear()
+    assert not proof.push_pays(ops, links, group)
+    kernels = ["matmul_stream", "group_sum_norm"] * 2
+    before = [f"{what} {kernel}" for what in ("load", "record") for kernel in kernels]
+    assert ops.log == ["meet", *before, "synchronize", "meet", *replays, "meet"]
+    ops.arch = 70
+    ops.log.clear()
+    assert not proof.push_pays(ops, links, group)
+    assert ops.log == ["meet"]
 
 
 def test_nodes_with_cpus_and_memory(tmp_path: Path) -> None:
