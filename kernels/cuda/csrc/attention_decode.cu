@@ -150,6 +150,11 @@ __device__ __forceinline__ bool is_skipped(int t, int tiles) {
   return VP_ARCH < 800 && t >= tiles;
 }
 
+// Half of a tile's rows that none is in.
+__device__ __forceinline__ bool is_empty(int t, int i, int used) {
+  return VP_ARCH >= 900 && ROW_TILES == 1 && 16 * t + Mma::row_of(0, i) >= used;
+}
+
 // s[t] = 16 queries times STEP keys, in two sums where nothing truncates: half the latency.
 __device__ __forceinline__ void score(Square (&s)[ROW_TILES], const half_bits* q,
                                       const KvTile& keys, int tiles, int lane) {
@@ -186,14 +191,14 @@ __device__ __forceinline__ void score(Square (&s)[ROW_TILES], const half_bits* q
 // there are any, are multiplied by `alpha`; where tensor cores truncate, the caller does that.
 __device__ __forceinline__ void soften(Square (&s)[ROW_TILES], Sums& sums,
                                        float (&alpha)[ROW_TILES][2], const Row* rows, int p,
-                                       float cap, int tiles, int lane) {
+                                       float cap, int used, int lane) {
   bool moves = false;
 #pragma unroll
   for (int t = 0; t < ROW_TILES; ++t)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       alpha[t][i] = 1.0f;
-      if (is_skipped(t, tiles)) continue;
+      if (is_skipped(t, (used + 15) / 16) || is_empty(t, i, used)) continue;
       const Row row = rows[16 * t + Mma::row(lane, i)];
       finish_scores(s[t], i, p, row.low, row.high, row.factor, KIND == ANY ? cap : 0.0f, lane);
       const bool has_sums = sums.running[t][i].m != -infinity();
@@ -205,10 +210,16 @@ __device__ __forceinline__ void soften(Square (&s)[ROW_TILES], Sums& sums,
 #pragma unroll
   for (int t = 0; t < ROW_TILES; ++t)
 #pragma unroll
-    for (int c = 0; c < DIM / 16; ++c)
+    for (int i = 0; i < 2; ++i) {
+      if (is_empty(t, i, used)) continue;
 #pragma unroll
-      for (int e = 0; e < 8; ++e)
-        sums.out[t][c].e[e] = __fmul_rn(sums.out[t][c].e[e], alpha[t][e >> 1 & 1]);
+      for (int c = 0; c < DIM / 16; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = sums.out[t][c].e[(e & 1) + 2 * i + 4 * (e >> 1)];
+          x = __fmul_rn(x, alpha[t][i]);
+        }
+    }
 }
 
 __device__ __forceinline__ void add_values(Sums& sums, const Square (&s)[ROW_TILES],
@@ -270,7 +281,7 @@ __device__ __forceinline__ void go_through(Sums& sums, Shared& sh, Steps::State&
     const int turn = at.turn;
     score(s, sh.q, steps.keys(from, state, at.p, lane), tiles, lane);
     steps.end_keys(from, state, lane);
-    soften(s, mine, alpha, sh.rows, at.p, cap, tiles, lane);
+    soften(s, mine, alpha, sh.rows, at.p, cap, sh.used, lane);
     add_values(mine, s, steps.values(from, state, at.p, lane), alpha, tiles, lane);
     steps.end_values(from, state, lane);
     at.go_on(from);
