@@ -40,6 +40,7 @@ class Wires:
     is_linked: list[bool] = field(default_factory=list)  # by more than PCIe
     by_host: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))
     blocks: int = 1  # that every rank's GPU runs at once
+    are_apart: bool = True  # ranks of one process share a GPU, which one's products may fill
     mailbox: Segment | None = None  # of this rank
     owners: list[object] = field(default_factory=list)
 
@@ -62,7 +63,7 @@ def open_links(ops: proof.Prover, group: Group) -> Links:
         log.info("rank %d reads host memory of node %d: %.1f GB/s", group.rank, node, speed)
     links = _record(wires, islands)
     links.norms = proof.norm_pays(ops, links, group)
-    links.pushes = links.norms and proof.push_pays(ops, links, group)
+    links.pushes = links.norms and wires.are_apart and proof.push_pays(ops, links, group)
     told = ("yes" if each else "no" for each in (links.norms, links.pushes))
     log.info("rank %d: sums take norms along: %s; products send parts: %s", group.rank, *told)
     return links
@@ -75,6 +76,7 @@ def _open_peers(wires: Wires) -> None:
     letter = _LETTER.pack(os.getpid(), wires.inbox.ptr, device.number, size, handle)
     letters = [_LETTER.unpack(each) for each in group.exchange(letter)]
     wires.blocks = BLOCKS_EACH * min(each[3] for each in letters)
+    wires.are_apart = len({each[0] for each in letters}) == len(letters)
     for rank, (process, address, number, _, handle) in enumerate(letters):
         start: int | None = None
         if process == os.getpid():
