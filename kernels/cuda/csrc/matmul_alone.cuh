@@ -209,7 +209,7 @@ struct Alone<formats::Q5_K> {
           const unsigned w = word_of(low[i & 1], 2 * k + i / 2);
           const unsigned up = moved(word_of(fifth[i & 1], 2 * k + i / 2), 4 - 2 * run);
           a[0][i] = (w & 0x0f0f0f0f) | (up & 0x10101010);
-          a[1][i] = (w >> 4 & 0x0f0f0f0f) | (up >> 1 & 0x10101010);
+          a[1][i] = (w >> 3 & 0x1e1e1e1e) | (up & 0x20202020);  // twice
         }
         groups.add(2 * half + k, a[0], a[1]);
       }
@@ -226,7 +226,7 @@ struct Alone<formats::Q5_K> {
       for (int odd = 0; odd < 2; ++odd) {
         const float s = d.x * Heads::number_of(scales, 2 * turned + odd);
         scale[i][odd] = {s, -(32 * s + d.y * Heads::number_of(minima, 2 * turned + odd))};
-        of_group[i][odd] = fmaf(all[odd], 32.0f, groups.sum_of(i, odd));
+        of_group[i][odd] = fmaf(all[odd], 32.0f, groups.sum_of(i, odd) * (odd ? 0.5f : 1.0f));
       }
     }
     groups.join(tile, sum, [&](int i, float before) {
