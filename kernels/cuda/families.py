@@ -280,9 +280,7 @@ def _stream_prompt(
     eps: float,
 ) -> tuple[DeviceArray, DeviceArray | None]:
     """families.stream_in for many rows, but that the gate is taken as the product leaves it."""
-    if before is not None:
-        streams.stream_add_(ops, x, *before)
-    h = streams.stream_norm(ops, x, _own(mix.norm), width, eps)
+    h = streams.stream_norm(ops, x, _own(mix.norm), width, eps, before)
     weights = [mix.down] if mix.inject is None else [mix.down, mix.inject]
     low, *inject = ops.linears(h, weights, [None] * len(weights))
     low, up = streams.silu_(ops, low, width / x.shape[1]), _own(mix.up)

@@ -35,6 +35,7 @@ GATHER = {
 INSTANCES = [STREAMS, NORM, MIX, ADD, SILU, ROWS, GATE, CONV, END, *GATHER.values()]
 
 MAX_TOKENS = 65535  # a grid's limit on its second axis
+LONGEST = 16 * 1024  # values of a stream
 
 
 def streams(ops: Launcher, x: DeviceArray, count: int) -> DeviceArray:
@@ -48,14 +49,25 @@ def streams(ops: Launcher, x: DeviceArray, count: int) -> DeviceArray:
 
 
 def stream_norm(
-    ops: Launcher, x: DeviceArray, weight: CudaWeight, width: int, eps: float
+    ops: Launcher,
+    x: DeviceArray,
+    weight: CudaWeight,
+    width: int,
+    eps: float,
+    before: tuple[DeviceArray, DeviceArray] | None = None,
 ) -> DeviceArray:
+    """before: inject and y, which are added to x first."""
     count = x.shape[1] // width
     assert weight.shape == x.shape[1:] == (count * width,), (x, weight.shape, width)
+    assert width % 4 == 0, width
+    assert width <= LONGEST, width
     out = ops.scratch(x.shape)
     if x.size:
+        added = (0, 0) if before is None else (before[0].ptr, before[1].ptr)
+        pointers = x.ptr, *added, weight.ptr, out.ptr
         numbers = np.int32(width), np.int32(count), np.float32(eps)
-        ops.kernel(NORM)((len(x) * count,), 256, (x.ptr, weight.ptr, out.ptr, *numbers))
+        threads = 256 if width <= 16 * 256 else 1024
+        ops.kernel(NORM)((len(x) * count,), threads, (*pointers, *numbers))
     return out
 
 
@@ -72,8 +84,9 @@ def stream_mix(
     assert len(x) <= MAX_TOKENS, x
     out = ops.scratch((len(x), width))
     if x.size:
+        assert width % 4 == 0, width
         numbers = np.int32(width), np.int32(x.shape[1] // width)
-        grid = _groups(width, 256), len(x)
+        grid = _groups(width, 4 * 256), len(x)
         factors = 0 if scales is None else scales.ptr
         ops.kernel(MIX)(grid, 256, (x.ptr, gate.ptr, factors, out.ptr, *numbers))
     return out

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import expert_stream, experts
+from voltapile.kernels.cuda import expert_stream, experts, streams
 from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.norms import Normed
 from voltapile.kernels.families import (
@@ -473,6 +473,11 @@ def test_streams(plain: Any) -> None:
     ]
     for found, expected in pairs:
         np.testing.assert_allclose(plain.to_host(found), expected, rtol=2e-5, atol=2e-6)
+    added, before = plain.array(x), (own["inject"], own["y"])
+    found = streams.stream_norm(plain, added, mine, width, 1e-6, before)
+    np.testing.assert_array_equal(plain.to_host(added), plain.to_host(pairs[3][0]))
+    expected = REF.stream_norm(pairs[3][1], theirs, width, 1e-6)
+    np.testing.assert_allclose(plain.to_host(found), expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("type_name", ["F16", "Q8_0", "IQ4_NL", "Q5_0"])
