@@ -129,6 +129,7 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
   eight_of(norm + at, weight);
 #pragma unroll
   for (int i = 0; i < EIGHT; ++i) weight[i] = is_in ? weight[i] : 0.0f;
+  const float inverse = 1.0f / width;
   const int first_token = blockIdx.y * TOKENS;
   const int end = TOKENS == 1 ? first_token + 1 : min(tokens, first_token + TOKENS);
 #pragma unroll 1
@@ -190,7 +191,7 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
 #pragma unroll
         for (int n = 0; n < SEVERAL; ++n)
           if (w + n < warps) square += sums[i][w + n][ROWS], sum += sums[i][w + n][r];
-      const float factor = 1.0f / sqrtf(square / width + eps);
+      const float factor = inverse_root(fmaf(square, inverse, eps));
       const int place = (begin + i) * STREAMS + stream;
       if (is_now && r < ROWS && first + r < all)
         parts[static_cast<long long>(place) * all + first + r] = sum * factor;
