@@ -156,7 +156,6 @@ def pushes(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[st
 
         def call(line: Any, product: Any = (inner, weight, None), arrays: Any = arrays) -> None:
             made = product_of(ops, *product)
-            assert made is not None
             made.launch(line)
             collectives.all_reduce_norm(ops, links, made.sums, *arrays, bool(line))
 

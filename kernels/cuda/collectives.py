@@ -18,7 +18,7 @@ from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.links import Links
 from voltapile.kernels.cuda.matmul import PLAIN
 from voltapile.kernels.cuda.norms import LateNorms
-from voltapile.kernels.cuda.pushing import Unlaunched, product_of
+from voltapile.kernels.cuda.pushing import Unlaunched, can_send, product_of
 from voltapile.kernels.ops import Arrival, Weight
 
 
@@ -151,15 +151,11 @@ class CudaCollectives:
         ops, shape = self._launcher(), (len(x), weight.shape[0])
         if not (links.norms and links.pushes and group.can_norm(links, shape)):
             return None
-        with ops.scope():
-            product = product_of(ops, x, weight, bias)
-        if product is None:
+        if not can_send(ops, x, weight):
             return None
         self._catch_up()
-        self._unfinished = product
-        place = ops.scratch(shape)
-        assert place.ptr == product.sums.ptr, (place, product)
-        return product.sums
+        self._unfinished = product_of(ops, x, weight, bias)
+        return self._unfinished.sums
 
     def _joined(self, part: DeviceArray | None, out: DeviceArray) -> Late | None:
         """The sum that finishes the product before it, if that is its part."""

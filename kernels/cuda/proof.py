@@ -23,7 +23,7 @@ from voltapile.kernels.cuda.group import (
 )
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.links import ROOM, Links
-from voltapile.kernels.cuda.pushing import Line, product_of
+from voltapile.kernels.cuda.pushing import Line, can_send, product_of
 from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.group import Group
 from voltapile.shm import numa
@@ -140,8 +140,7 @@ def push_pays(ops: Prover, links: Links, group: Group) -> bool:
             x, matrix = _zeros(ops, (1, columns)), _zeros(ops, (rows, row), np.uint8)
             total, out, ones = (_zeros(ops, (1, rows)) for _ in range(3))
             weight = CudaWeight(PRODUCT, matrix.nbytes, "Q8_0", matrix.ptr, row)
-            with ops.scope():
-                can = can_norm(links, out.shape) and product_of(ops, x, weight, None) is not None
+            can = can_norm(links, out.shape) and can_send(ops, x, weight)
         except MemoryError:
             can = False
         if not all(answer[0] for answer in group.exchange(bytes([can]))):
@@ -151,7 +150,6 @@ def push_pays(ops: Prover, links: Links, group: Group) -> bool:
         def call(line: Line) -> None:
             with ops.scope():
                 product = product_of(ops, x, weight, None)
-                assert product is not None
                 product.launch(line)
                 all_reduce_norm(ops, links, product.sums, total, norm, EPS, out, bool(line))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from voltapile.kernels.cuda import stream
+from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.matmul import PLAIN, Launch, Product, streamed
 from voltapile.kernels.cuda.norms import late_norm
@@ -26,18 +27,26 @@ class Unlaunched:
     launch: Callable[[Line], None]
 
 
+def can_send(ops: Launcher, x: DeviceArray, weight: CudaWeight) -> bool:
+    """Whether x @ weight.T is one of them."""
+    if ops.arch < stream.ARCH or late_norm(x) is not None:
+        return False
+    pair, card = (weight.type_name, weight.type_name), (ops.multiprocessors, max_shared(ops.arch))
+    return stream.can_push(
+        stream.Task(pair, x.shape[1], len(x), weight.shape[:1], (), False, *card)
+    )
+
+
 def product_of(
     ops: Launcher, x: DeviceArray, weight: CudaWeight, bias: CudaWeight | None
-) -> Unlaunched | None:
-    """x @ weight.T + bias; None if it is none of those that can send."""
-    if ops.arch < stream.ARCH or late_norm(x) is not None:
-        return None
+) -> Unlaunched:
+    """x @ weight.T + bias, of those that `can_send`."""
     sums = ops.scratch((len(x), weight.shape[0]))
-    product = Product(weight, bias, sums)
-    launch = Launch.of(ops, x, [product], PLAIN, (weight.type_name, weight.type_name))
+    product, pair = Product(weight, bias, sums), (weight.type_name, weight.type_name)
+    launch = Launch.of(ops, x, [product], PLAIN, pair)
 
     def launch_it(line: Line) -> None:
         is_launched = streamed(ops, x, replace(launch, line=line))
         assert is_launched, launch
 
-    return Unlaunched(sums, launch_it) if stream.can_push(launch.task) else None
+    return Unlaunched(sums, launch_it)

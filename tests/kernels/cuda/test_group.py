@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import group, stream
+from voltapile.kernels.cuda import group, matmul, stream
+from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.compile import CSRC
-from voltapile.kernels.cuda.launch import CudaWeight
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance
 from voltapile.kernels.cuda.links import (
     FLAGS_AT,
     LONGEST_ROW,
@@ -36,7 +37,7 @@ from voltapile.kernels.cuda.links import (
     islands_of,
     record_of,
 )
-from voltapile.kernels.cuda.pushing import product_of
+from voltapile.kernels.cuda.pushing import can_send, product_of
 from voltapile.kernels.cuda.rows import NORM_ROWS, rms_norm
 from voltapile.kernels.group import GroupError
 
@@ -380,8 +381,8 @@ def test_a_product_sends_its_part_itself(
             inner = ops.array(parts_of(round, ranks, tokens, k)[rank])
             for is_pushed in (True, False):
                 x, out = ops.array(parts_of(50, 1, *shape)[0]), ops.scratch(shape)
+                assert can_send(ops, inner, weight)
                 product = product_of(ops, inner, weight, mine)
-                assert product is not None
                 product.launch(group.line_of(links) if is_pushed else ())
                 group.all_reduce_norm(ops, links, product.sums, x, norm, 1e-6, out, is_pushed)
                 found += [ops.to_host(x), ops.to_host(out)]
@@ -391,6 +392,57 @@ def test_a_product_sends_its_part_itself(
     check(others, first)
     for i in range(0, len(first), 4):
         check([first[i : i + 2]], first[i + 2 : i + 4])
+
+
+class Ranked(CudaCollectives, EmulatedOps):
+    """What a model's layers ask for, and kernels that run."""
+
+    def _launcher(self) -> EmulatedOps:
+        return self
+
+    def kernel(self, instance: Instance) -> Any:
+        self._catch_up()
+        return super().kernel(instance)
+
+    def linear(self, x: DeviceArray, weight: CudaWeight) -> DeviceArray:
+        late = self._product_late(x, weight, None, False)
+        return matmul.linear(self, x, weight) if late is None else late
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_layers_of_ranks(pushing: EmulatedOps, folder: Path, tokens: int) -> None:
+    """Their bits do not depend on who sends what, nor on what is launched together."""
+    n, k, layers = 768, 256, 3
+    ranked = Ranked(90, folder, 227 << 10)
+
+    def work(_: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        ops, found = ranked, []
+        ops._links = links
+        into = [
+            ops.weight(random_raw("Q8_0", n, k, 9 * i + rank), "Q8_0", (n, k)) for i in range(3)
+        ]
+        inner = [
+            ops.weight(random_raw("Q8_0", k, n, 5 * i + rank), "Q8_0", (k, n)) for i in range(3)
+        ]
+        gain = vector_of(ops, parts_of(7, 1, n)[0])
+        for links.norms, links.pushes in ((True, True), (True, False), (False, False)):
+            x = ops.array(parts_of(50, 1, tokens, n)[0])
+            ops.launched.clear()
+            for layer in range(layers):
+                h = ops.rms_norm(x, gain, 1e-6)
+                ops.all_reduce(ops.linear(ops.linear(h, inner[layer]), into[layer]), x.shape, x)
+            out = ops.rms_norm(x, gain, 1e-6)
+            ops._catch_up()
+            found += [ops.to_host(x), ops.to_host(out)]
+            names = [instance.name for instance, *_ in ops.launched]
+            assert sum("PUSH" in name for name in names) == (layers if links.pushes else 0), names
+            assert sum("group_sum_norm" in name for name in names) == (layers if links.norms else 0)
+        return found
+
+    first, other = Stage(pushing, one_island(2)).run(work)
+    check([other], first)
+    for i in (2, 4):
+        check([first[i : i + 2]], first[:2])
 
 
 def vector_of(ops: EmulatedOps, values: np.ndarray) -> CudaWeight:
