@@ -3,6 +3,7 @@
 // -D HELD: experts are no more than 32 times as many.
 #pragma once
 #include "block.cuh"
+#include "quotient.cuh"
 
 #ifndef HELD
 #define HELD 32
@@ -138,7 +139,7 @@ __device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights,
   for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, value, rank);
   if (crew.mine >= used || !is_now) return;
   chosen[crew.mine] = static_cast<int>(expert);
-  weights[crew.mine] = value / all;
+  weights[crew.mine] = quotient(value, all);
   atomicAdd(counts + expert, static_cast<u64>(1));
 }
 
