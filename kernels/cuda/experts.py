@@ -47,10 +47,12 @@ def _route(function: str, **defines: int) -> Instance:
     return Instance("route.cu", function, named, waits=True)
 
 
+SLOTS = 2, 4  # 1,024 times as many columns come at once: as few as there are
 ROUTE = {
-    (name, held): _route("route", KIND=int(kind), HELD=held)
+    (name, held, slots): _route("route", KIND=int(kind), HELD=held, SLOTS=slots)
     for name, kind in TAP_KINDS.items()
     for held in HELD
+    for slots in SLOTS
 }
 ROUTE_MANY = {name: _route("route_many", KIND=int(kind)) for name, kind in TAP_KINDS.items()}
 CHOOSE = {held: _route("choose_experts", HELD=held) for held in HELD}
@@ -97,6 +99,7 @@ def route(
     chosen, weights = _choice(ops, tokens, experts, used, counts)
     first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
     held, step = _held(experts), len(tickets) // (8 * experts) * 8
+    slots = SLOTS[columns > 1024 * SLOTS[0]]
     is_few = tokens == first <= NORMED[0] and columns <= NORMED[1]
     norm = late_norm(x) if is_few else None
     for start in range(0, first, step):
@@ -104,7 +107,7 @@ def route(
         read = (x[start:].ptr, 0, 0) if norm is None else (norm.x.ptr, norm.weight.ptr, norm.take())
         arrays = router, tickets, chosen[start:], weights[start:], counts
         sizes = experts, used, count, max(0, generated - start), columns, int(is_rounded)
-        ops.kernel(ROUTE[router.type_name, held])(
+        ops.kernel(ROUTE[router.type_name, held, slots])(
             (_groups(experts, ROUTED) + 1, _groups(count, 8)),
             256,
             (

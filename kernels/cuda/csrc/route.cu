@@ -6,8 +6,10 @@
 
 using namespace voltapile;
 
+#ifndef SLOTS
+#define SLOTS 4  // of four columns of a router's row, that a thread asks for at once: an even number
+#endif
 constexpr int PER_BLOCK = 4;  // experts of a block of `route`
-constexpr int SLOTS = 4;      // float4 of a router's row that a thread asks for at once
 constexpr int THREADS = 256;
 constexpr int RUNS = SLOTS / 2 * THREADS / 32;  // of columns, that a block takes at once
 #ifndef KIND
