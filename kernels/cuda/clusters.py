@@ -46,7 +46,7 @@ def instances() -> dict[tuple[tuple[str, str], int, int], Instance]:
         for pair in pairs
         for passes in PASSES
         for held in CREWS
-        if held == 1 or all(CHUNKS[name].is_block for name in pair)
+        if held == 1 or (pair[0] == pair[1] and CHUNKS[pair[0]].is_block)
     }
 
 

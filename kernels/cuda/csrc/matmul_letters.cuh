@@ -22,8 +22,8 @@ __device__ __forceinline__ void send_sums(const float (&total)[PASSES][Tile::VAL
   }
 }
 
-// What a lane has to do with the end of a tile: one token's sums of two rows. Of a gate and its up,
-// the two warps take a row each.
+// What a lane has to do with the end of a tile: one token's sums of two rows. Of a gate and its up
+// that two warps have multiplied, these take a row each.
 struct Finish {
   const Launch& all;
   int pair, own, row;
@@ -43,7 +43,7 @@ struct Finish {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       is_there[i] = own < TOKENS && token < all.tokens && row + 8 * i >= place.row &&
-                    row + 8 * i < rows && (!all.is_glu() || (tile & 1) == i);
+                    row + 8 * i < rows && (HELD > 1 || !all.is_glu() || (tile & 1) == i);
       if (is_there[i] && all.kind == ADD) before[i] = out[8 * i];
     }
   }
@@ -77,9 +77,15 @@ struct Finish {
       const float* add_to = half ? up_bias : bias;
       if (add_to != nullptr) add(value, {add_to[row], add_to[row + 8]});
     }
-    if (all.is_glu()) {  // of which this lane has one
-      const float slope = is_there[0] ? gate.x : gate.y, up = is_there[0] ? value.x : value.y;
-      value.x = value.y = activated(slope, all.kind) * up;
+    if (all.is_glu()) {
+#pragma unroll 1
+      for (int i = 0; i < HELD; ++i) {  // with one tile at once this lane has one row
+        const bool is_first = HELD > 1 ? i == 0 : is_there[0];
+        const float slope = is_first ? gate.x : gate.y, sum = is_first ? value.x : value.y;
+        if (is_first ? is_there[0] : is_there[1])
+          out[is_first ? 0 : 8] = activated(slope, all.kind) * sum;
+      }
+      return;
     }
     if (is_there[0]) out[0] = all.kind == ADD ? before[0] + value.x : value.x;
     if (is_there[1]) out[8] = all.kind == ADD ? before[1] + value.y : value.y;
@@ -100,13 +106,13 @@ __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
     // A gate and its up: of two warps, or of one.
     const int mates = all.is_glu() ? 2 / HELD : 1, first = (task.number & -mates) * task.parts;
     const int up = LETTER * (HELD > 1 ? 1 : task.parts);
+    const int most = HELD > 1 && all.is_glu() ? 1 : HELD;
 #pragma unroll 1
-    for (int i = 0; i < min(HELD, work.end - task.tile); ++i) {
+    for (int i = 0; i < min(most, work.end - task.tile); ++i) {
       const Finish finish(all, mask, task.tile + i, lane);
 #pragma unroll 1
       for (int n = 0; n < mates * task.parts; ++n) await(bells + first + n, ~uses & 1);
-      const int letter = first * HELD + (all.is_glu() ? 0 : i);
-      finish.write(memory.box(box) + letter * LETTER, up, task.parts);
+      finish.write(memory.box(box) + (first * HELD + i) * LETTER, up, task.parts);
     }
   }
   const int next = round + all.boxes;
