@@ -153,8 +153,7 @@ def can_push(task: Task) -> bool:
 
 
 def _norms(task: Task) -> bool:
-    parts = task.tokens * task.columns // 256
-    return parts <= NORMED and all(CHUNKS[name].is_block for name in task.pair)
+    return task.tokens * task.columns // 256 <= NORMED
 
 
 def _is_broad(task: Task) -> bool:

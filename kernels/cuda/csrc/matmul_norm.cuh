@@ -30,8 +30,8 @@ struct Norm {
 // one before it; a warp takes every STEP-th, and SEVERAL are on their way at a time. To be normed,
 // items are read twice, unless SEVERAL are all: they are added up in the order of norm_row.cuh.
 template <class F>
-__device__ __forceinline__ void stage_blocks(const Product& all, const Norm& norm,
-                                             std::uint8_t* memory, int first, int lane) {
+__device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
+                                      int first, int lane) {
   using M = RingMemory<F>;
   using O = Order<F>;
   constexpr int SEVERAL = 2, STEP = TEAMS * WARPS;
@@ -89,20 +89,6 @@ __device__ __forceinline__ void stage_blocks(const Product& all, const Norm& nor
       a[SEVERAL - 1] = *reinterpret_cast<const float4*>(own + next * RUN);
       b[SEVERAL - 1] = *reinterpret_cast<const float4*>(own + next * RUN + O::APART);
     }
-  }
-}
-
-template <class F>
-__device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
-                                      int chunk, int lane) {
-  using M = RingMemory<F>;
-  if constexpr (Order<F>::IS_BLOCK) {
-    stage_blocks<F>(all, norm, memory, chunk, lane);
-  } else {  // which are not asked to norm
-    const int size = M::tokens_bytes(all.tokens), chunks = chunks_of<F>(all.k);
-    for (; chunk < chunks; chunk += TEAMS * WARPS)
-      typename M::Staged(memory + chunk * size, all.tokens)
-          .stage(all.x, all.tokens, all.k, chunk * M::COLUMNS, lane);
   }
 }
 

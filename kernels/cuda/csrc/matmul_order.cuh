@@ -44,6 +44,13 @@ struct Order<formats::Q6_K> {
     return 128 * (p >> 1) + 32 * (j & 1) + 16 * (p & 1) + 4 * (((j >> 1) + p) & 3);
   }
 };
+// As units have them (mma.cuh): what its Codec unpacks.
+template <>
+struct Order<formats::Q5_K> {
+  static constexpr bool IS_BLOCK = false;
+  static constexpr int APART = 16;
+  static __device__ __forceinline__ int column(int j, int p) { return 32 * j + 4 * p; }
+};
 template <>
 struct Order<formats::Q8_0> {
   static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = true, TURNS = false;

@@ -140,53 +140,61 @@ struct Tokens {
 
   // x: the first token's row; column: where the chunk starts.
   __device__ __forceinline__ void stage(const float* x, int tokens, int k, int column, int lane) {
-    constexpr int LANES = 4 * C::GROUPS;  // for a token
-    const int group = lane % LANES / 4, p = lane & 3;
-    const int first = column + 32 * group + 4 * p;
+    const int first = column + 32 * (lane % LANES / 4) + 4 * (lane & 3);
     for (int start = 0; start < tokens; start += 32 / LANES) {
       const int token = start + lane / LANES;
       const bool is_there = token < tokens;
       const float* row = x + static_cast<long long>(is_there ? token : 0) * k;
-      const float4 a = four_columns(row, first, k), b = four_columns(row, first + 16, k);
-      float largest = larger_of(largest_of(a), largest_of(b));
-      if constexpr (LANES == 32) {
-        largest = largest_of_warp(largest);
-      } else {
-#pragma unroll
-        for (int step = LANES / 2; step > 0; step >>= 1)
-          largest = larger_of(largest, __shfl_xor_sync(~0u, largest, step));
-      }
-      const float2 scale =
-          C::EXACT_BITS > 0 ? exact_scales_for<C::EXACT_BITS>(largest) : scales_for(largest);
-      Unit high, low;
-      float sum_a = pack_four<C::NATURAL>(a, scale.x, high.r, C::X_PLANES > 1 ? low.r : nullptr);
-      float sum_b =
-          pack_four<C::NATURAL>(b, scale.x, high.r + 2, C::X_PLANES > 1 ? low.r + 2 : nullptr);
-      if constexpr (C::OFFSET) {
-        if (C::SCALES == 1) sum_a += sum_b;
-        sum_a += __shfl_xor_sync(~0u, sum_a, 1);
-        sum_a += __shfl_xor_sync(~0u, sum_a, 2);
-        if (C::SCALES == 2) {
-          sum_b += __shfl_xor_sync(~0u, sum_b, 1);
-          sum_b += __shfl_xor_sync(~0u, sum_b, 2);
-        }
-        if (is_there && p == 0) {
-          sums[C::SCALES * group * room + token] = sum_a;
-          if (C::SCALES == 2) sums[(2 * group + 1) * room + token] = sum_b;
-        }
-      }
-      if (is_there) {
-        if (is_alone())
-          put_alone(group, p, put_bytes_of<C::NATURAL>(high));
-        else
-          put(0, group, token, p, high);
-        if constexpr (C::X_PLANES > 1) put(1, group, token, p, low);
-        if (lane % LANES == 0) scales[token] = scale.y;
-      }
+      put(token, is_there, four_columns(row, first, k), four_columns(row, first + 16, k), lane);
     }
+  }
+  // The whole warp puts what it loaded of a token to its place.
+  __device__ __forceinline__ void put(int token, float4 a, float4 b, int lane) {
+    static_assert(LANES == 32);
+    put(token, true, a, b, lane);
   }
 
  private:
+  static constexpr int LANES = 4 * C::GROUPS;  // for a token
+
+  __device__ __forceinline__ void put(int token, bool is_there, float4 a, float4 b, int lane) {
+    const int group = lane % LANES / 4, p = lane & 3;
+    float largest = larger_of(largest_of(a), largest_of(b));
+    if constexpr (LANES == 32) {
+      largest = largest_of_warp(largest);
+    } else {
+#pragma unroll
+      for (int step = LANES / 2; step > 0; step >>= 1)
+        largest = larger_of(largest, __shfl_xor_sync(~0u, largest, step));
+    }
+    const float2 scale =
+        C::EXACT_BITS > 0 ? exact_scales_for<C::EXACT_BITS>(largest) : scales_for(largest);
+    Unit high, low;
+    float sum_a = pack_four<C::NATURAL>(a, scale.x, high.r, C::X_PLANES > 1 ? low.r : nullptr);
+    float sum_b =
+        pack_four<C::NATURAL>(b, scale.x, high.r + 2, C::X_PLANES > 1 ? low.r + 2 : nullptr);
+    if constexpr (C::OFFSET) {
+      if (C::SCALES == 1) sum_a += sum_b;
+      sum_a += __shfl_xor_sync(~0u, sum_a, 1);
+      sum_a += __shfl_xor_sync(~0u, sum_a, 2);
+      if (C::SCALES == 2) {
+        sum_b += __shfl_xor_sync(~0u, sum_b, 1);
+        sum_b += __shfl_xor_sync(~0u, sum_b, 2);
+      }
+      if (is_there && p == 0) {
+        sums[C::SCALES * group * room + token] = sum_a;
+        if (C::SCALES == 2) sums[(2 * group + 1) * room + token] = sum_b;
+      }
+    }
+    if (is_there) {
+      if (is_alone())
+        put_alone(group, p, put_bytes_of<C::NATURAL>(high));
+      else
+        put(0, group, token, p, high);
+      if constexpr (C::X_PLANES > 1) put(1, group, token, p, low);
+      if (lane % LANES == 0) scales[token] = scale.y;
+    }
+  }
   __device__ __forceinline__ void put_alone(int group, int p, const PutBytes& bytes) {
     std::uint8_t* at = reinterpret_cast<std::uint8_t*>(units) + 64 * group + 4 * p;
     const int first = group & 2 ? 16 : 0, second = 16 - first;

@@ -56,6 +56,8 @@ def names(ops: EmulatedOps) -> list[str]:
         *(("Q4_K", 768, tokens) for tokens in (1, 2, 3, 4, 5, 6, 7, 8)),
         ("Q4_K", 4352, 1),
         ("Q4_K", 4352, 2),
+        ("Q5_K", 768, 1),
+        ("Q5_K", 4352, 2),
         ("Q6_K", 768, 1),
         ("Q6_K", 768, 5),
         ("Q8_0", 768, 1),
@@ -81,7 +83,7 @@ def test_a_product_norms_with_the_same_bits(
         np.testing.assert_array_equal(joined[-1:], alone)
 
 
-@pytest.mark.parametrize("pair", [("Q4_K", "Q6_K"), ("Q4_K", "Q8_0")])
+@pytest.mark.parametrize("pair", [("Q4_K", "Q6_K"), ("Q4_K", "Q8_0"), ("Q4_K", "Q5_K")])
 def test_two_formats_of_a_launch(ops: EmulatedOps, pair: tuple[str, str]) -> None:
     weights = [matrix(ops, name, 33, 768) for name in (pair[0], pair[1], pair[0])]
     gain, x = vector(ops, 768, 2), residual(ops, 3, 768)
@@ -110,7 +112,7 @@ def test_whoever_cannot_norm_has_it_done_before(ops: EmulatedOps) -> None:
     """Once, and everything behind it reads that."""
     gain, x = vector(ops, 768, 2), residual(ops, 2, 768)
     want = ops.to_host(rows.rms_norm(ops, x, gain, EPS))
-    five, four = matrix(ops, "Q5_K", 40, 768), matrix(ops, "Q4_K", 40, 768)
+    five, four = matrix(ops, "Q5_0", 40, 768), matrix(ops, "Q4_K", 40, 768)
     apart = ops.to_host(matmul.linear(ops, ops.array(want), five))
     names(ops)
     late = norms.LateNorms().norm(ops, x, gain, EPS)
@@ -120,7 +122,7 @@ def test_whoever_cannot_norm_has_it_done_before(ops: EmulatedOps) -> None:
     assert names(ops) == []
     np.testing.assert_array_equal(ops.to_host(matmul.linear(ops, late, five)), apart)
     matmul.linear(ops, late, four)
-    assert names(ops) == [NORM, "matmul_stream", "matmul_stream"]
+    assert names(ops) == [NORM, "matmul_rows", "matmul_stream"]
     assert norms.late_norm(late) is None
     np.testing.assert_array_equal(ops.to_host(late[1]), want[1])
     # many parts are normed once for all blocks
