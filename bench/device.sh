@@ -167,8 +167,8 @@ run() {
     tests) together elementwise sample matmul attention model families serve shared file_table virtual ;;
     sanitize) for tool in ${TOOLS:-memcheck racecheck}; do sanitize "$tool"; done ;;
     gpu_matmul | gpu_attention) [ -f "bench/$1.py" ] && stage 200 "$1" $python "bench/$1.py" ;;
-    virtual)
-      stage 200 virtual bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_group.py" ;;
+    virtual)  # kernels that wait for each other want a queue for each stream
+      CUDA_DEVICE_MAX_CONNECTIONS=32 stage 200 virtual bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_group.py" ;;
     group) LINES_SHOWN=80 stage 120 group bash -c "$python bench/group.py && $python bench/group.py --islands --only bits,times,replays --replays 2000" ;;
     multi)
       stage 300 multi bash -c "$(declare -f tests); python='$python' models='$models'; tests tests/gpu/test_ranks.py" ;;

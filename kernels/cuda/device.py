@@ -36,6 +36,7 @@ HOST_PORTABLE, HOST_MAPPED = 1, 2  # cudaHostRegister's flags
 CLOCK_RATE = 13  # cudaDevAttrClockRate, in kHz
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 SHARED_WITHOUT_ASKING = 48 << 10
 
 
@@ -81,6 +82,8 @@ class Function:
     def __init__(self, device: Device, module: Any, name: str, is_early: bool) -> None:
         self.name = name
         self._device, self._function = device, module.get_function(name)
+        if is_early:  # a multiprocessor that must divide its memory anew empties first
+            driver.funcSetAttribute(self._function.ptr, CARVEOUT, 100)
         self._early = submit.Submission(self._function.ptr) if is_early else None
         self._shared = SHARED_WITHOUT_ASKING
 
