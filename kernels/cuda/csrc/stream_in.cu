@@ -20,6 +20,8 @@ constexpr int PASS = TOKENS > 1 ? 2 : 1;  // of tokens, that stream_down has in 
 constexpr int SEVERAL = 4;  // warps' sums that are read at once
 constexpr int PART = 32;    // columns that an item of stream_up sums
 constexpr bool IS_STAGED = Format::length > 1;  // rows come by way of shared memory
+static_assert(!IS_STAGED || Format::length % PART == 0);
+constexpr int KEPT = TOKENS == 1 && IS_STAGED ? 2 : 0;  // items of a thread, in registers
 static_assert(ROWS < SUMS);  // and the squares
 
 // Number i of some that each token has `each` of.
@@ -38,15 +40,28 @@ __device__ __forceinline__ void copy_whole(void* to, const void* from) {
 #endif
 }
 
-// A row's product with PART columns of each token's `lows`, to out[token * apart].
-__device__ __forceinline__ void multiply_part(const std::uint8_t* row, const float* lows, int low,
-                                              int piece, int tokens, float* out, int apart) {
+// Of a row PART columns from `at` on, and where their sum goes.
+struct Item {
+  typename Eight<Format>::Raw raw[PART / EIGHT];
+  int at, to;
+
+  __device__ __forceinline__ void read(const std::uint8_t* row, int low) {
+#pragma unroll
+    for (int i = 0; i < PART / EIGHT; ++i)
+      if (IS_STAGED || at + EIGHT * i < low) raw[i] = Eight<Format>::read(row, at + EIGHT * i);
+  }
+};
+
+// An item's product with each token's `lows`, to out[token * apart].
+__device__ __forceinline__ void multiply_item(const Item& item, const float* lows, int low,
+                                              int tokens, float* out, int apart) {
   float sum[TOKENS] = {};
-#pragma unroll (IS_STAGED ? 2 : 1)
+#pragma unroll
   for (int i = 0; i < PART / EIGHT; ++i) {
-    const int at = PART * piece + EIGHT * i;
-    if (at >= low) break;
-    const auto raw = Eight<Format>::read(row, at);
+    const int at = item.at + EIGHT * i;
+    if (!IS_STAGED && at >= low) break;
+    auto raw = item.raw[i];
+    Eight<Format>::renew(raw);  // it is kept, and not what it unpacks to
     const float factor = Eight<Format>::factor(raw);
     float w[EIGHT];
     Eight<Format>::values(raw, w);
@@ -204,7 +219,7 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
 // times sigmoid(up silu(scale * low)); injected: [tokens][injects]. x changes in place.
 // Shared: the block's rows of `up`, if they are staged; floats [TOKENS][low],
 // [PART's][TOKENS][rows].
-extern "C" __global__ void __launch_bounds__(512, 1)
+extern "C" __global__ void __launch_bounds__(TOKENS == 1 ? 768 : 512, 1)
 stream_up(float* x, const float* inject_before, const float* y_before, const float* norm,
           const std::uint8_t* up, const float* parts, const float* factors, float* out,
           float* injected, int tokens, int width, int low, int injects, int columns,
@@ -213,7 +228,7 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
   grid_launch();
   const int first = blockIdx.x * columns, own = min(columns, width - first), rows = own * STREAMS;
   const int row_size = static_cast<int>(row_bytes<Format>(low)), all = low + injects;
-  const int begin = blockIdx.y * TOKENS, here = min(TOKENS, tokens - begin);
+  const int begin = blockIdx.y * TOKENS, here = TOKENS == 1 ? 1 : min(TOKENS, tokens - begin);
   float* lows = reinterpret_cast<float*>(shared + staged_bytes);
   float* gates = lows + TOKENS * low;
   if constexpr (IS_STAGED) stage_rows(shared, up, row_size, first, own, width);
@@ -224,6 +239,23 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
   float weight[STREAMS];
 #pragma unroll
   for (int s = 0; s < STREAMS; ++s) weight[s] = norm[s * width + column];
+  const int items = rows * pieces;
+  const auto find = [&](int i) {
+    const int row = i % rows, piece = i / rows;
+    const long long there = static_cast<long long>(row / own) * width + first + row % own;
+    Item item;
+    item.at = PART * piece, item.to = piece * TOKENS * rows + row;
+    item.read(IS_STAGED ? shared + row * row_size : up + there * row_size, low);
+    return item;
+  };
+  Item kept[KEPT > 0 ? KEPT : 1];
+  if constexpr (KEPT > 0) {
+    wait_for_copies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < KEPT; ++n)
+      kept[n] = find(min(static_cast<int>(threadIdx.x + n * blockDim.x), items - 1));
+  }
 #pragma unroll 1
   for (bool is_now = !STARTS_EARLY, is_done = false; !is_done; is_done = is_now, is_now = true) {
     if (is_now) grid_wait();  // before that the norm's weights stand for all
@@ -260,14 +292,15 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
         if (joins && is_now) streams[s * width] = value[s];
       }
     }
-    if constexpr (IS_STAGED) wait_for_copies<0>();
+    if constexpr (IS_STAGED && KEPT == 0) wait_for_copies<0>();
     __syncthreads();
+#pragma unroll
+    for (int n = 0; n < KEPT; ++n)
+      multiply_item(kept[n], lows, low, here, gates + kept[n].to, rows);
 #pragma unroll 1
-    for (int item = threadIdx.x; item < rows * pieces; item += blockDim.x) {
-      const int row = item % rows, piece = item / rows;
-      const long long there = static_cast<long long>(row / own) * width + first + row % own;
-      const std::uint8_t* in = IS_STAGED ? shared + row * row_size : up + there * row_size;
-      multiply_part(in, lows, low, piece, here, gates + piece * TOKENS * rows + row, rows);
+    for (int i = threadIdx.x + KEPT * blockDim.x; i < items; i += blockDim.x) {
+      const Item item = find(i);
+      multiply_item(item, lows, low, here, gates + item.to, rows);
     }
     __syncthreads();
     float mean = 0.0f, gate[STREAMS] = {};
