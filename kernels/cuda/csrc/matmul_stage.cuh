@@ -67,6 +67,11 @@ struct Stage {
   static __device__ __forceinline__ int skew(const std::uint8_t* p) {
     return SLACK ? static_cast<int>(reinterpret_cast<std::uint64_t>(p) & 15) : 0;
   }
+  // The multiple of 16 at or before it, in one instruction.
+  static __device__ __forceinline__ const std::uint8_t* aligned(const std::uint8_t* p) {
+    if (!SLACK) return p;
+    return reinterpret_cast<const std::uint8_t*>(reinterpret_cast<std::uint64_t>(p) & ~15ull);
+  }
   // Where the chunk that begins at `first` in the first row begins for another, in shared memory.
   __device__ __forceinline__ int row_start(const std::uint8_t* first, int row) const {
     return row * STRIDE + skew(first + min(row, last_row) * row_bytes);
@@ -80,8 +85,7 @@ struct Stage {
   }
   __device__ __forceinline__ const std::uint8_t* vector(const std::uint8_t* first,
                                                         int offset) const {
-    const std::uint8_t* p = first + static_cast<unsigned>(offset);
-    return p - skew(p);
+    return aligned(first + static_cast<unsigned>(offset));
   }
   // Bytes of a vector that a row has which ends `left` bytes behind the start of the chunk.
   __device__ __forceinline__ int valid(const std::uint8_t* first, int index, int left) const {

@@ -131,7 +131,7 @@ struct Ahead {
     for (int turn = 0; turn < V::TURNS; ++turn) {
       if (V::IS_DENSE) vector = from + offsets[turn];
       if (V::is_in(lane, turn))
-        copy_async(own + turn * V::APART, vector - V::Raw::skew(vector), 16);
+        copy_async(own + turn * V::APART, V::Raw::aligned(vector), 16);
       if (!V::IS_DENSE) vector += V::ROWS * row_bytes;
     }
     from += WARPS * M::BYTES;
