@@ -1,4 +1,4 @@
-"""Launcher of gated delta nets: one kernel a layer for rows of few tokens, three for prompts.
+"""Launcher of gated delta nets: one kernel a layer for rows of few tokens, four for prompts.
 
 Takes a Launcher and device arrays; knows neither cupy nor models.
 """
@@ -27,7 +27,11 @@ def _instances(function: str) -> dict[int, Instance]:
 
 CONV, STEP, END = (_instances(name) for name in ("delta_conv", "delta_step", "delta_end"))
 ROW = {dim: Instance("delta_row.cu", "delta_row", (("DIM", str(dim)),), waits=True) for dim in DIMS}
-INSTANCES = [*CONV.values(), *STEP.values(), *END.values(), *ROW.values()]
+CHUNK = {
+    dim: Instance("delta_chunk.cu", "delta_chunk", (("DIM", str(dim)),), waits=True) for dim in DIMS
+}
+INSTANCES = [*CONV.values(), *STEP.values(), *END.values(), *ROW.values(), *CHUNK.values()]
+CHUNK_COLUMNS = 64  # of a head that a block of delta_chunk takes, or all
 MOST_TAPS = 4  # of a convolution
 CONVOLVED = 4  # tokens of a block of delta_conv
 
@@ -153,6 +157,8 @@ def _prompt(ops: Launcher, call: _Call) -> None:
     stands = ops.scratch((slots,), np.int32)
     _convolve(ops, call, c, c_log, stands)
     _step(ops, call, (c, c_log), stands, o)
+    if call.batch.long_rows != 0:
+        _chunks(ops, call, c, o)
     _end(ops, call, o, stands)
 
 
@@ -193,8 +199,26 @@ def _step(
             *_pointers(*convolved, call.gates, *logs, *gates),
             *_pointers(call.state.values[1], stands, call.batch.slots, o),
             *map(np.int32, (call.tokens, shape.key_heads, shape.value_heads, call.is_provisional)),
+            np.int32(MAX_PROVISIONAL),
         ),
         shared=spread(ops, blocks * long_rows, _step_bytes(shape.dim)),
+    )
+
+
+def _chunks(ops: Launcher, call: _Call, c: DeviceArray, o: DeviceArray) -> None:
+    """Rows that _step has left out."""
+    shape, weights = call.shape, call.weights
+    columns = min(shape.dim, CHUNK_COLUMNS)
+    key_head_of = ops.constant(np.asarray(shape.key_head_of, np.int32))
+    sizes = call.tokens, shape.key_heads, shape.value_heads, call.is_provisional, MAX_PROVISIONAL
+    ops.kernel(CHUNK[shape.dim])(
+        (shape.value_heads * shape.dim // columns, call.most_rows),
+        2 * columns,
+        (
+            *_pointers(c, call.gates, weights.a, weights.dt, key_head_of),
+            *_pointers(call.state.values[1], call.batch.slots, o),
+            *map(np.int32, sizes),
+        ),
     )
 
 

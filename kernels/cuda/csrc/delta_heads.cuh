@@ -52,9 +52,12 @@ struct Token {
   } gates;
 };
 
-__device__ __forceinline__ float decay_of(float a, float rate, float dt) {
+__device__ __forceinline__ float log_decay_of(float a, float rate, float dt) {
   const float x = a + dt;
-  return expf(rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)))));
+  return rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+}
+__device__ __forceinline__ float decay_of(float a, float rate, float dt) {
+  return expf(log_decay_of(a, rate, dt));
 }
 
 __device__ __forceinline__ float dot(const float4& x, const float4& y, float sum) {

@@ -175,11 +175,12 @@ delta_conv(const float* m, const void* taps, const float* histories, const float
 
 // grid: (value heads * DIM / COLUMNS, rows), 128 threads: eight lanes for two columns of values.
 // out: [tokens][value heads * DIM]. key_head_of: [value heads]. gates: [tokens][2][value heads].
+// Rows of more than `most` tokens are left to delta_chunk, after what stands of a step before.
 extern "C" __global__ void __launch_bounds__(128)
 delta_step(const float* c, const float* c_log, const float* gates, const float* b_log,
            const float* a_log, const float* rate, const float* dt, const int* key_head_of,
            float* matrices, const int* stands, const int* slots, float* out, int tokens,
-           int key_heads, int value_heads, int is_provisional) {
+           int key_heads, int value_heads, int is_provisional, int most) {
   __shared__ __align__(16) Own held[2][BATCH];
   grid_launch();
   grid_wait();
@@ -204,6 +205,10 @@ delta_step(const float* c, const float* c_log, const float* gates, const float* 
                 a_log + logged * value_heads + head, found, channels, value_heads, rate[head],
                 dt[head]},
                where, nullptr, 0);
+  if (length > most) {
+    if (found != 0) s.write(matrix, column, part);
+    return;
+  }
   if (is_provisional) s.write(matrix, column, part);
   const long long row = first;
   go_through(s, held,
