@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from voltapile.workers.protocol import Row
 
-from ..kernels.cuda.test_delta import test_no_token_is_left_out  # noqa: F401
+from ..kernels.cuda.test_delta import (  # noqa: F401
+    test_chunks_go_on_from_drafts_that_stand,
+    test_no_token_is_left_out,
+)
 from ..kernels.cuda.test_families import (  # noqa: F401
     test_delta_net,
     test_drafts_change_no_bits,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,12 +38,14 @@ def batch_of(rows: list[int], first_slot: int = 0, is_counted: bool = True) -> B
     return Batch(zeros, slots, positions, positions, zeros, zeros[:0], (), **fields)
 
 
-@pytest.fixture(scope="module")
-def ops(tmp_path_factory: pytest.TempPathFactory) -> EmulatedFamilies:
-    return EmulatedFamilies(80, tmp_path_factory.mktemp("delta"), max_shared(80))
-
-
 SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[80, *(pytest.param(n, marks=SLOW) for n in (70, 75))])
+def ops(request: pytest.FixtureRequest, folder: Path) -> EmulatedFamilies:
+    return EmulatedFamilies(request.param, folder, max_shared(request.param))
+
+
 # Rows, and whether somebody has counted the long ones among them.
 STEPS: list[Any] = [
     ([7], True),
@@ -91,6 +94,41 @@ def test_no_token_is_left_out(ops: Any, rows: list[int], is_counted: bool) -> No
     np.testing.assert_array_equal(ops.to_host(own.values[0]), truth.values[0])
     matrix = ops.to_host(own.values[1]).swapaxes(2, 3)  # ours has a row for each value
     np.testing.assert_allclose(matrix, truth.values[1], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="there is no g++")
+@pytest.mark.parametrize("dim", [32, pytest.param(128, marks=SLOW)])
+def test_chunks_go_on_from_drafts_that_stand(ops: Any, dim: int) -> None:
+    """Decays from none to all, rates from none to all; keys that lie close together."""
+    shape = DeltaShape(1, 2, dim, 4, (0, 0), "sigmoid", 1e-6)
+    rng = np.random.default_rng(7)
+    taps = rng.standard_normal((shape.channels, 4), np.float32)
+    raw = taps, np.float32([-8, -0.01]), np.float32([0, 1]), np.ones(dim, np.float32)
+    mine, theirs = (
+        DeltaWeights(*(each.weight(w.reshape(-1).view(np.uint8), "F32", w.shape) for w in raw))
+        for each in (ops, REF)
+    )
+    own, truth = ops.delta_state(1, shape), REF.delta_state(1, shape)
+    none, kept, at = np.zeros(50, np.int32), np.int32([2]), 0
+    for count, is_provisional in ((20, False), (5, True), (37, False), (6, True), (16, False)):
+        slots, positions = none[:count], np.arange(at, at + count, dtype=np.int32)
+        batch = Batch(
+            slots, slots, positions, positions, slots, slots[:0], (), kept=kept,
+            is_provisional=is_provisional, long_rows=int(count > SHORT),
+        )  # fmt: skip
+        m = rng.standard_normal((count, shape.channels), np.float32)
+        m[:, dim : 2 * dim] = 0.3 * m[:, dim : 2 * dim] + 2
+        gates = 6 * rng.standard_normal((count, 4), np.float32)
+        inputs = m, rng.standard_normal((count, 2 * dim), np.float32), gates
+        expected = REF.delta_net(inputs, theirs, shape, truth, batch)
+        there = replace(
+            batch, slots=ops.array(slots), positions=ops.array(positions), kept=ops.array(kept)
+        )
+        found = ops.delta_net(tuple(map(ops.array, inputs)), mine, shape, own, there)
+        np.testing.assert_allclose(ops.to_host(found), expected, rtol=2e-4, atol=5e-5)
+        at += 2 if is_provisional else count
+    matrix = ops.to_host(own.values[1]).swapaxes(2, 3)
+    np.testing.assert_allclose(matrix, truth.values[1], rtol=1e-5, atol=1e-5)
 
 
 @dataclass
