@@ -25,9 +25,7 @@ SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 832, "Q5_1": 576, "Q8_0": 576}
 # So small that a block of expert_down_stream fits beside three of these: its weights come next.
 UP_WARPS, UP_DEPTH = 4, 3
 PARTS_WARPS, PARTS_DEPTH = 4, 2
-# Of a block, most; by whether there is no expert that every token takes. With one, a multiprocessor
-# may have two blocks.
-DOWN_WARPS = {True: 24, False: 20}
+DOWN_WARPS = 12  # of a block, most
 NAMED = 3072  # bytes of shared memory that sources name, most
 STRIP = 8  # tiles of 16 rows of a block of expert_parts
 FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
@@ -54,13 +52,10 @@ DOWN_PAIRS = [
 def _instances(
     function: str, pairs: list[tuple[str, str]], **defines: int
 ) -> dict[tuple[tuple[str, str], bool], Instance]:
-    return {key: _instance(function, *key, defines) for key in _keys(pairs)}
-
-
-def _keys(pairs: list[tuple[str, str]]) -> list[tuple[tuple[str, str], bool]]:
     """By formats, and whether there is no expert that every token takes, nor code for it."""
     alone = [(pair, True) for pair in pairs if pair[0] == pair[1]]
-    return [*((pair, False) for pair in pairs), *alone]
+    keys = [*((pair, False) for pair in pairs), *alone]
+    return {key: _instance(function, *key, defines) for key in keys}
 
 
 def _instance(
@@ -73,10 +68,7 @@ def _instance(
 
 
 UP = _instances("expert_up_stream", UP_PAIRS, WARPS=UP_WARPS, DEPTH=UP_DEPTH)
-DOWN = {
-    key: _instance("expert_down_stream", *key, {"WARPS": DOWN_WARPS[key[1]]})
-    for key in _keys(DOWN_PAIRS)
-}
+DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=DOWN_WARPS)
 PARTS = _instances("expert_parts", DOWN_PAIRS, WARPS=PARTS_WARPS, DEPTH=PARTS_DEPTH, STRIP=STRIP)
 INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values()]
 
@@ -134,7 +126,7 @@ class Layer:
 
     def down_warps(self, used: int) -> int:
         items = self.down_items(used)
-        return _groups(items, _groups(items, DOWN_WARPS[self.is_alone]))  # each with as many items
+        return _groups(items, _groups(items, DOWN_WARPS))  # each with as many items
 
     def down_bytes(self, used: int) -> int:
         own, other = self.down_pair

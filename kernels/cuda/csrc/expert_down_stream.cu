@@ -89,7 +89,7 @@ struct Rows {
 // [tokens][other_k] or null; out [tokens][rows]: the weighted sum over a token's experts in the
 // order of `chosen`, then the one that all take. What was chosen is there before the wait, since
 // expert_up_stream is the kernel before.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, IS_ALONE ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, IS_ALONE ? 3 : 2)
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, const float* inner, float* out, int used, int k,
                        int rows, int accumulate, const std::uint8_t* other_down,
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, IS_ALONE ? 1 : 2)
   for (int row = warp; row < 16 * here.count; row += warps) {
     tiles.begin(shared + row / 16 * tile_bytes, row_of(row / 16), row % 16, lane);
     commit_copies();
-    wait_for_copies<7>();  // eight rows are on their way: what up asks for goes first
+    wait_for_copies<3>();  // four rows are on their way: what the kernel before asks for goes first
   }
   if (others > 0)
 #pragma unroll 1

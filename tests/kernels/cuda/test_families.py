@@ -287,7 +287,7 @@ def test_shared_expert(
     np.testing.assert_allclose(together, expected, atol=1e-3 * np.abs(expected).max())
     for part in (slice(2, 3), slice(9, 10), slice(8, 11), slice(1, 9)):
         np.testing.assert_array_equal(found(part), together[part])
-    monkeypatch.setitem(expert_stream.DOWN_WARPS, False, 2)  # each with several chunks in turn
+    monkeypatch.setattr(expert_stream, "DOWN_WARPS", 2)  # each with several chunks in turn
     np.testing.assert_array_equal(found(slice(8, 11)), together[8:11])
 
 
