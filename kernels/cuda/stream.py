@@ -44,7 +44,7 @@ def _instance(pair: tuple[str, str], teams: int, warps: int = WARPS) -> Instance
 STREAM = {(pair, teams): _instance(pair, teams) for pair in PAIRS for teams in (TEAMS,)}
 STREAM |= {(pair, 1): _instance(pair, 1) for pair in MIXED}
 # One team of twice as many warps, with a chunk each at most, where there are too few units for two.
-BROAD = {(name, name): _instance((name, name), 1, 2 * WARPS) for name in ("Q4_K", "Q6_K", "Q8_0")}
+BROAD = {(name, name): _instance((name, name), 1, 2 * WARPS) for name in FORMATS}
 # Of a rank's part of a sum, which goes to the other ranks at once; a block has some bytes more.
 PUSHING = {
     each: replace(each, defines=(*each.defines, ("PUSH", "1")))
