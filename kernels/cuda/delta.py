@@ -213,7 +213,7 @@ def _chunks(ops: Launcher, call: _Call, c: DeviceArray, o: DeviceArray) -> None:
     sizes = call.tokens, shape.key_heads, shape.value_heads, call.is_provisional, MAX_PROVISIONAL
     ops.kernel(CHUNK[shape.dim])(
         (shape.value_heads * shape.dim // columns, call.most_rows),
-        2 * columns,
+        2 * columns + 64,
         (
             *_pointers(c, call.gates, weights.a, weights.dt, key_head_of),
             *_pointers(call.state.values[1], call.batch.slots, o),

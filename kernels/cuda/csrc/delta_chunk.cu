@@ -94,19 +94,19 @@ __device__ __forceinline__ Square read_values(const Run& run, int first, int war
   Square values;
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
-    const int t = first + place_of(e, lane), column = 16 * warp + Mma::row(lane, e >> 1 & 1);
-    values.e[e] = run.c[run.place(t) + run.v + column];
+    const int t = first + place_of(e, lane);
+    const float* own = run.c + (run.place(t) + run.v + 16 * warp + Mma::row(lane, 0));
+    values.e[e] = own[Mma::row_of(0, e >> 1 & 1)];
     if (t >= run.count) values.e[e] = 0.0f;
   }
   return values;
 }
 
-// The rest of a chunk, on its way. Tokens behind the row's end are zeros, and change nothing.
+// A chunk's keys and queries, on their way; zeros behind the row, which change nothing.
 struct Coming {
   float4 fours[EACH];  // of keys, then of queries
-  float b, a;
 
-  __device__ __forceinline__ void read(const Run& run, int first, int lane) {
+  __device__ __forceinline__ void read(const Run& run, int first) {
     const int own = first + threadIdx.x / (DIM / 4), column = threadIdx.x % (DIM / 4) * 4;
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
@@ -115,11 +115,6 @@ struct Coming {
       fours[n] = *reinterpret_cast<const float4*>(run.c + at);
       if (t >= run.count) fours[n] = float4{0, 0, 0, 0};
     }
-    const int t = first + lane;
-    b = a = 0.0f;
-    if (lane < CHUNK && t < run.count)
-      b = run.gates[2 * (run.first + t) * run.heads + run.head],
-      a = run.gates[(2 * (run.first + t) + 1) * run.heads + run.head];
   }
   __device__ __forceinline__ void put(Shared& sh) const {
     const int own = threadIdx.x / (DIM / 4) * PITCH + threadIdx.x % (DIM / 4) * 4;
@@ -135,9 +130,19 @@ struct Coming {
       *reinterpret_cast<uint2*>(to + DIM) = uint2{half_pair(one.x, one.y), half_pair(two.x, two.y)};
     }
   }
-  // A warp calls.
-  __device__ __forceinline__ void put_gates(Shared& sh, float rate, float dt, int left,
-                                            int lane) const {
+};
+
+// A token of a chunk each lane, as far as there are.
+struct Gates {
+  float b = 0.0f, a = 0.0f;
+
+  __device__ __forceinline__ void read(const Run& run, int first, int lane) {
+    const int t = first + lane;
+    if (lane >= CHUNK || t >= run.count) return;
+    b = run.gates[2 * (run.first + t) * run.heads + run.head];
+    a = run.gates[(2 * (run.first + t) + 1) * run.heads + run.head];
+  }
+  __device__ __forceinline__ void put(Shared& sh, float rate, float dt, int left, int lane) const {
     const bool is_in = lane < min(CHUNK, left);
     float sum = is_in ? fmaxf(log_decay_of(a, rate, dt), LEAST) : 0.0f;
 #pragma unroll 1
@@ -215,14 +220,17 @@ __device__ __forceinline__ void ask(Shared& sh, int lane) {
 struct State {
   Square s[TILES];
 
+  // matrix: of the first column
   __device__ __forceinline__ void read(const float* matrix, int lane) {
-    for_each(lane, [&](int n, int e, int at) {
+    matrix += own_place(lane);
+    for_each([&](int n, int e, int at) {
       const float2 two = *reinterpret_cast<const float2*>(matrix + at);
       s[n].e[e] = two.x, s[n].e[e + 1] = two.y;
     });
   }
   __device__ __forceinline__ void write(float* matrix, int lane) const {
-    for_each(lane, [&](int n, int e, int at) {
+    matrix += own_place(lane);
+    for_each([&](int n, int e, int at) {
       *reinterpret_cast<float2*>(matrix + at) = float2{s[n].e[e], s[n].e[e + 1]};
     });
   }
@@ -273,23 +281,70 @@ struct State {
   }
 
  private:
+  static __device__ __forceinline__ int own_place(int lane) {
+    return Mma::row(lane, 0) * DIM + place_of(0, lane);
+  }
+  // Calls use(tile, element, how far it is from the lane's first), for two neighbours at a time.
   template <class Use>
-  static __device__ __forceinline__ void for_each(int lane, Use use) {
+  static __device__ __forceinline__ void for_each(Use use) {
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
       for (int e = 0; e < 8; e += 2)
-        use(n, e, Mma::row(lane, e >> 1 & 1) * DIM + 16 * n + place_of(e, lane));
+        use(n, e, Mma::row_of(0, e >> 1 & 1) * DIM + 16 * n + 8 * (e >> 2));
   }
 };
+
+// Two warps beside the others see to gates, the solution, and A.
+__device__ __forceinline__ void help(Shared& sh, const Run& run, float rate, float dt, bool solves,
+                                     int lane) {
+  Gates gates;
+  gates.read(run, 0, lane);
+#pragma unroll 1
+  for (int first = 0; first < run.count; first += CHUNK) {
+    __syncthreads();
+    if (solves) gates.put(sh, rate, dt, run.count - first, lane);
+    __syncthreads();
+    gates.read(run, first + CHUNK, lane);
+    if (solves) solve(sh, lane);
+    else ask(sh, lane);
+    __syncthreads();
+  }
+}
+
+// A warp's columns go through the row. out: of its first token.
+__device__ __forceinline__ void go_through(State& state, Shared& sh, const Run& run, float* out,
+                                           int warp, int lane) {
+  Coming coming;
+  coming.read(run, 0);
+  out += Mma::row(lane, 0);
+#pragma unroll 1
+  for (int first = 0; first < run.count; first += CHUNK) {
+    __syncthreads();  // the last chunk's keys and queries are done with
+    coming.put(sh);
+    Square y, values = read_values(run, first, warp, lane);
+    __syncthreads();
+    state.multiply(values, y, sh, lane);
+    __syncthreads();
+    if (HAS_ROOM) coming.read(run, first + CHUNK);
+    state.go_on(values, y, sh, lane);
+    if (!HAS_ROOM) coming.read(run, first + CHUNK);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int t = first + place_of(e, lane);
+      float* own = out + static_cast<unsigned>(t * run.heads * DIM);
+      if (t < run.count) own[Mma::row_of(0, e >> 1 & 1)] = y.e[e];
+    }
+  }
+}
 
 }  // namespace voltapile
 
 using namespace voltapile;
 
-// grid: (value heads * DIM / COLUMNS, rows), THREADS. Of rows with more than `least` tokens, whose
-// matrices delta_step has brought to their first one. As delta_step otherwise.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// grid: (value heads * DIM / COLUMNS, rows), THREADS and 64 more. Of rows with more than `least`
+// tokens, whose matrices delta_step has brought to their first one. As delta_step otherwise.
+extern "C" __global__ void __launch_bounds__(THREADS + 64)
 delta_chunk(const float* c, const float* gates, const float* rate, const float* dt,
             const int* key_head_of, float* matrices, const int* slots, float* out, int tokens,
             int key_heads, int value_heads, int is_provisional, int least) {
@@ -306,35 +361,15 @@ delta_chunk(const float* c, const float* gates, const float* rate, const float* 
   const int channels = Heads{key_heads, value_heads}.channels(), q = key_head_of[head] * DIM;
   const Run run{c, gates, row, length, q, q + key_heads * DIM,
                 (2 * key_heads + head) * DIM + slice, channels, head, value_heads};
-  const int column = head * DIM + slice + 16 * warp;  // of all heads'
-  const auto matrix = [&] {  // found twice, for registers are few
-    return matrices + static_cast<unsigned>((slots[row] * value_heads * DIM + column) * DIM);
-  };
-  State state;
-  state.read(matrix(), lane);
-  Coming coming;
-  coming.read(run, 0, lane);
-#pragma unroll 1
-  for (int first = 0; first < length; first += CHUNK) {
-    __syncthreads();  // the last chunk's queries and keys are done with
-    coming.put(sh);
-    if (warp == WARPS - 1) coming.put_gates(sh, rate[head], dt[head], length - first, lane);
-    Square y, values = read_values(run, first, warp, lane);
-    __syncthreads();
-    state.multiply(values, y, sh, lane);
-    if (warp == 0) solve(sh, lane);
-    if (warp == 1) ask(sh, lane);
-    __syncthreads();
-    if (HAS_ROOM) coming.read(run, first + CHUNK, lane);
-    state.go_on(values, y, sh, lane);
-    if (!HAS_ROOM) coming.read(run, first + CHUNK, lane);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int t = first + place_of(e, lane);
-      if (t < length)
-        out[static_cast<unsigned>((row + t) * value_heads * DIM + column) +
-            Mma::row(lane, e >> 1 & 1)] = y.e[e];
-    }
+  if (warp >= WARPS) {
+    help(sh, run, rate[head], dt[head], warp == WARPS, lane);
+    return;
   }
-  if (!is_provisional) state.write(matrix(), lane);
+  const int column = head * DIM + slice + 16 * warp;  // of all heads'
+  float* matrix = matrices + static_cast<unsigned>((slots[row] * value_heads * DIM + column) * DIM);
+  State state;
+  state.read(matrix, lane);
+  go_through(state, sh, run, out + static_cast<long long>(row) * value_heads * DIM + column, warp,
+             lane);
+  if (!is_provisional) state.write(matrix, lane);
 }
