@@ -108,9 +108,9 @@ inline void mma_884_rows(float (&c)[8], unsigned a0, unsigned a1, unsigned b0, u
   });
 }
 
-// m16n8k32 of bytes, A unsigned (or signed), B signed: A row r, column k: lane 4 (r % 8) + k % 16 / 4, register
-// r / 8 + 2 (k / 16), byte k % 4; B column n: lane 4 n + k % 16 / 4, register k / 16. m16n8k16: as
-// its first half. C as that of halves.
+// m16n8k32 of bytes, A unsigned (or signed), B signed: A row r, column k: lane 4 (r % 8) + k % 16 /
+// 4, register r / 8 + 2 (k / 16), byte k % 4; B column n: lane 4 n + k % 16 / 4, register k / 16.
+// m16n8k16: as its first half. C as that of halves.
 inline void mma_bytes_32(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                          unsigned b0, unsigned b1) {
   emulation::product_of_bytes<32>(c, {{a0, a1, a2, a3, b0, b1}});
