@@ -12,7 +12,6 @@ from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
-from voltapile.kernels.cuda.norms import late_norm
 from voltapile.kernels.cuda.states import TAP_KINDS
 
 MOST_USED = 32  # experts of a token
@@ -21,7 +20,6 @@ MOST_PAIRS = 65535  # of a launch: a grid's limit on its second axis
 TICKETS = 65536  # of ROUTE: a token has one for each expert
 ROUTE_MANY_FROM = 64  # rows of prompts
 ROUTED = 4  # experts of a block of ROUTE
-NORMED = 2, 4096  # tokens and columns that it norms itself: of more tokens a launch is shorter
 GATE, UP = 0, 1
 
 
@@ -93,27 +91,21 @@ def route(
     is_rounded: bool,
     alone: int | None = None,
 ) -> tuple[DeviceArray, DeviceArray]:
-    """tickets: uint32 zeros, of all layers. alone: as that of `experts`. x may be a late norm."""
+    """tickets: uint32 zeros, of all layers. alone: as that of `experts`."""
     (tokens, columns), experts = x.shape, router.shape[0]
     assert router.shape == (experts, columns), (x, router.shape)
     chosen, weights = _choice(ops, tokens, experts, used, counts)
     first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
     held, step = _held(experts), len(tickets) // (8 * experts) * 8
     slots = SLOTS[columns > 1024 * SLOTS[0]]
-    is_few = tokens == first <= NORMED[0] and columns <= NORMED[1]
-    norm = late_norm(x) if is_few else None
     for start in range(0, first, step):
         count = min(first - start, step)
-        read = (x[start:].ptr, 0, 0) if norm is None else (norm.x.ptr, norm.weight.ptr, norm.take())
-        arrays = router, tickets, chosen[start:], weights[start:], counts
+        arrays = x[start:], router, tickets, chosen[start:], weights[start:], counts
         sizes = experts, used, count, max(0, generated - start), columns, int(is_rounded)
         ops.kernel(ROUTE[router.type_name, held, slots])(
             (_groups(experts, ROUTED) + 1, _groups(count, 8)),
             256,
-            (
-                *(*read, *(each.ptr for each in arrays), *map(np.int32, sizes)),
-                np.float32(0 if norm is None else norm.eps),
-            ),
+            (*(each.ptr for each in arrays), *map(np.int32, sizes)),
             shared=_choice_bytes(held) << (min(count, 8) - 1).bit_length(),
         )
     if first < tokens:

@@ -123,9 +123,9 @@ __device__ __forceinline__ void rank_members(Choice& own, unsigned used, Crew cr
 }
 
 // When keys are there; the block calls as above. Weights are shares of the chosen ones, so that the
-// others' sum cancels. They are added by rank. is_now: else nothing is written.
+// others' sum cancels. They are added by rank.
 __device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights, u64* counts,
-                                       unsigned used, Crew crew, bool is_now) {
+                                       unsigned used, Crew crew) {
   __syncthreads();
   rank_groups(own, used, crew);
   rank_members(own, used, crew);
@@ -137,7 +137,7 @@ __device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights,
   float all = 0.0f;
 #pragma unroll 4
   for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, value, rank);
-  if (crew.mine >= used || !is_now) return;
+  if (crew.mine >= used) return;
   chosen[crew.mine] = static_cast<int>(expert);
   weights[crew.mine] = quotient(value, all);
   atomicAdd(counts + expert, static_cast<u64>(1));

@@ -1,17 +1,14 @@
 // From router logits to a token's experts and their weights, and the gates beside them.
 #include "choice.cuh"
-#include "early.cuh"
-#include "norm_row.cuh"
 #include "state_rows.cuh"
 
 using namespace voltapile;
 
 #ifndef SLOTS
-#define SLOTS 4  // of four columns of a router's row, that a thread asks for at once: an even number
+#define SLOTS 4  // float4 of a router's row that a thread asks for at once
 #endif
 constexpr int PER_BLOCK = 4;  // experts of a block of `route`
 constexpr int THREADS = 256;
-constexpr int RUNS = SLOTS / 2 * THREADS / 32;  // of columns, that a block takes at once
 #ifndef KIND
 #define KIND 0  // of a router's values, as in state_rows.cuh
 #endif
@@ -57,38 +54,6 @@ __device__ __forceinline__ float join_four(const float (&sum)[PER_BLOCK], int la
   return all;
 }
 
-// How x is to be normed first, and where it goes then; weight null: it is as it is wanted.
-struct Norm {
-  const float* weight;
-  float* out;
-  float eps;
-};
-
-// Which four columns a thread has: runs of norm_row.cuh, a warp for each.
-__device__ __forceinline__ int four_at(int i) {
-  constexpr int WARPS = THREADS / 32;
-  return RUN / 4 * (threadIdx.x / 32 + WARPS * (i / 2)) + 2 * (threadIdx.x % 32) + i % 2;
-}
-
-// Of the rows of `count` tokens, their runs' squares; a row has no more than a block takes at once.
-__device__ __forceinline__ void add_squares(const float4* x, float (*sums)[RUNS], int count,
-                                            int fours) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-#pragma unroll 1
-  for (int t = 0; t < count; ++t, x += fours) {
-    float4 v[SLOTS];
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i)
-      v[i] = four_at(i) < fours ? x[four_at(i)] : make_float4(0, 0, 0, 0);
-#pragma unroll
-    for (int i = 0; i < SLOTS; i += 2) {
-      const float sum = warp_join(squares_of(v[i], v[i + 1]), Add());
-      if (lane == 0) sums[t][warp + i / 2 * THREADS / 32] = sum;
-    }
-  }
-  __syncthreads();
-}
-
 // Products of a thread's columns of a token with those of each expert.
 __device__ __forceinline__ void multiply(float4 (&v)[SLOTS], const float4 (&w)[PER_BLOCK][SLOTS],
                                          float (&sum)[PER_BLOCK], int is_rounded) {
@@ -106,71 +71,43 @@ __device__ __forceinline__ void multiply(float4 (&v)[SLOTS], const float4 (&w)[P
   }
 }
 
-// The logits of a block's experts, for up to eight tokens from `first` on. Weights go through the
-// code as a token before tokens are there.
+// The logits of a block's experts, for up to eight tokens from `first` on.
 __device__ __forceinline__ void put_logits(const float* x, const void* router, unsigned* inbox,
-                                           const Norm& norm, int first, int count, int experts,
-                                           int k, int is_rounded) {
-  __shared__ float parts[8][PER_BLOCK][THREADS / 32], sums[8][RUNS];
+                                           int first, int count, int experts, int k,
+                                           int is_rounded) {
+  __shared__ float parts[8][PER_BLOCK][THREADS / 32];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * PER_BLOCK;
   const int fours = k >> 2;
-  const float inverse = 1.0f / k;
-  const void* stand_in = KIND == 0 ? router : norm.weight;
-  const float4* early = static_cast<const float4*>(stand_in);
-  const bool has_time = STARTS_EARLY && early != nullptr;
-  const float4* rows = reinterpret_cast<const float4*>(x) + static_cast<long long>(first) * fours;
-  float4* out = reinterpret_cast<float4*>(norm.out) + static_cast<long long>(first) * fours;
 #pragma unroll 1
   for (int start = 0; start < fours; start += THREADS * SLOTS) {
-    float4 w[PER_BLOCK][SLOTS], g[SLOTS], v[SLOTS];
+    float4 w[PER_BLOCK][SLOTS], v[SLOTS];
 #pragma unroll
     for (int e = 0; e < PER_BLOCK; ++e)
 #pragma unroll
       for (int i = 0; i < SLOTS; ++i) {
-        const int at = start + four_at(i);
+        const int at = start + THREADS * i + threadIdx.x;
         const long long row = static_cast<long long>(min(expert + e, experts - 1)) * k;
         w[e][i] = at < fours ? four_of(router, row + 4 * at) : make_float4(0, 0, 0, 0);
       }
-    if (norm.weight != nullptr)
+    if (start == 0) grid_wait();
+    const auto load = [&](int token) {
+      const float4* own = reinterpret_cast<const float4*>(x + static_cast<long long>(token) * k);
 #pragma unroll
-      for (int i = 0; i < SLOTS; ++i)
-        if (four_at(i) < fours)
-          g[i] = reinterpret_cast<const float4*>(norm.weight)[four_at(i)];
+      for (int i = 0; i < SLOTS; ++i) {
+        const int at = start + THREADS * i + threadIdx.x;
+        v[i] = at < fours ? own[at] : make_float4(0, 0, 0, 0);
+      }
+    };
+    load(first);
 #pragma unroll 1
-    for (bool is_now = !has_time || start > 0, is_done = false; !is_done;
-         is_done = is_now, is_now = true) {
-      if (is_now && start == 0) grid_wait();
-      const float4* from = is_now ? rows : early;
-      const int here = is_now ? count : 1;
-      if (norm.weight != nullptr) add_squares(from, sums, here, fours);
-      const auto load = [&](int t) {
-#pragma unroll
-        for (int i = 0; i < SLOTS; ++i) {
-          const int at = start + four_at(i);
-          v[i] = at < fours ? from[t * fours + at] : make_float4(0, 0, 0, 0);
-        }
-      };
-      load(0);
-#pragma unroll 1
-      for (int t = 0; t < here; ++t) {
-        if (norm.weight != nullptr) {
-          const float factor = norm_factor(sums[t], (k + RUN - 1) / RUN, inverse, norm.eps, lane);
-          const bool writes = is_now && blockIdx.x == t % (gridDim.x - 1);
-#pragma unroll
-          for (int i = 0; i < SLOTS; ++i) {
-            if (four_at(i) >= fours) continue;
-            v[i] = scaled(scaled(v[i], g[i]), factor);
-            if (writes) out[t * fours + four_at(i)] = v[i];
-          }
-        }
-        float sum[PER_BLOCK] = {};
-        multiply(v, w, sum, is_rounded);
-        if (t + 1 < here) load(t + 1);
-        const float all = join_four(sum, lane);
-        if ((lane & 7) == 0) {
-          float& part = parts[t][lane >> 3][warp];
-          part = start == 0 ? all : part + all;
-        }
+    for (int t = 0; t < count; ++t) {
+      float sum[PER_BLOCK] = {};
+      multiply(v, w, sum, is_rounded);
+      if (t + 1 < count) load(first + t + 1);
+      const float all = join_four(sum, lane);
+      if ((lane & 7) == 0) {
+        float& part = parts[t][lane >> 3][warp];
+        part = start == 0 ? all : part + all;
       }
     }
   }
@@ -187,22 +124,18 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
 
 // grid: (experts / PER_BLOCK + 1, tokens / 8), 256 threads, which share columns; the last block
 // of these tokens chooses. What it waits for is a key itself, so there is neither a fence nor
-// a ticket; blocks start in order, so the others have started. It chooses among nothing first, so
-// that its code is there when keys are. router: [experts][k], of -D KIND; k is a multiple of 4.
-// inbox: [tokens][experts], zeros between two launches; counts: [2][experts], of prompts' tokens
-// and of the first `generated` ones. norm: null, or weights of a norm of x that goes to `normed`
-// and is meant by x; k is no more than a block takes at once then. Shared: Choice of each token of
-// a block, which are 1, 2, 4 or 8.
+// a ticket; blocks start in order, so the others have started. router: [experts][k], of -D KIND;
+// k is a multiple of 4. inbox: [tokens][experts], zeros between two launches; counts: [2][experts],
+// of prompts' tokens and of the first `generated` ones. Shared: Choice of each token of a block,
+// which are 1, 2, 4 or 8.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-route(const float* x, const float* norm, float* normed, const void* router, unsigned* inbox,
-      int* chosen, float* weights, u64* counts, int experts, int used, int tokens, int generated,
-      int k, int is_rounded, float eps) {
+route(const float* x, const void* router, unsigned* inbox, int* chosen, float* weights, u64* counts,
+      int experts, int used, int tokens, int generated, int k, int is_rounded) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   const int first = blockIdx.y * 8, count = min(8, tokens - first);
   if (blockIdx.x + 1 < gridDim.x) {
-    const Norm before{norm, normed, eps};
-    put_logits(x, router, inbox, before, first, count, experts, k, is_rounded);
+    put_logits(x, router, inbox, first, count, experts, k, is_rounded);
     return;
   }
   const unsigned bits = count == 1 ? 8 : count == 2 ? 7 : count <= 4 ? 6 : 5;
@@ -211,15 +144,10 @@ route(const float* x, const float* norm, float* normed, const void* router, unsi
   const long long token = first + place;
   const bool is_there = place < count;
   Choice& own = reinterpret_cast<Choice*>(shared)[place];
-#pragma unroll 1
-  for (bool is_now = !STARTS_EARLY, is_done = false; !is_done; is_done = is_now, is_now = true) {
-    if (is_now) {
-      grid_wait();
-      if (is_there) collect(inbox + token * experts, own.keys, experts, crew);
-    }
-    choose(own, chosen + token * used, weights + token * used,
-           counts + (token < generated ? experts : 0), is_there ? used : 0, crew, is_now);
-  }
+  grid_wait();
+  if (is_there) collect(inbox + token * experts, own.keys, experts, crew);
+  choose(own, chosen + token * used, weights + token * used,
+         counts + (token < generated ? experts : 0), is_there ? used : 0, crew);
 }
 
 // grid: (experts / 128, tokens / 32), 128 threads: logits of prompts. A warp has eight tokens, a
@@ -310,7 +238,7 @@ choose_experts(const float* logits, int* chosen, float* weights, u64* counts, in
     own.keys[e] = e < experts ? key_of(from[e]) : 0;
   }
   choose(own, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), is_there ? used : 0, Crew{lane, 5}, true);
+         counts + (token < generated ? experts : 0), is_there ? used : 0, Crew{lane, 5});
 }
 
 // grid: (rows), 256 threads. y [rows][n] *= sigmoid(x [rows][k] . weight [k])

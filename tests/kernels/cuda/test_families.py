@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from voltapile.kernels.cuda import expert_stream, experts, streams
 from voltapile.kernels.cuda.chunks import max_shared
-from voltapile.kernels.cuda.norms import Normed
 from voltapile.kernels.families import (
     DeltaShape,
     DeltaWeights,
@@ -153,25 +152,6 @@ def test_more_tokens_than_tickets_are_several_launches(plain: Any) -> None:
         found.append([plain.to_host(each) for each in (*made, counts)])
         assert not plain.to_host(tickets).any()
     assert len(plain.launched) == since + 3
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(1, 2048), (2, 768), (11, 1024)])
-def test_routes_what_it_norms(plain: Any, tokens: int, width: int) -> None:
-    """A late norm has the bits of a launched one, and so has what is chosen by it."""
-    x, (scale, _) = plain.array(normal(0, tokens, width)), weights_of(plain, normal(2, width))
-    router, _ = weights_of(plain, normal(1, 40, width))
-    batch, found = device(plain, batch_of([0] * tokens, [0] * tokens, generated=tokens)), []
-    for is_late in (True, False):
-        h = Normed(plain, x, scale, 1e-6)
-        assert is_late or h.ptr
-        since, counts = len(plain.launched), plain.array(np.zeros((2, 40), np.int64))
-        made = plain.route(h, router, 4, counts, batch)
-        launched = [each.function for each, _, _ in plain.launched[since:]]
-        assert launched == ["rms_norm_rows"] * (is_late and tokens > 2) + ["route"]
-        assert not h.is_late
-        found.append([plain.to_host(each) for each in (*made, h)])
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
 
