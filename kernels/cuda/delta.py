@@ -32,6 +32,7 @@ CHUNK = {
 }
 INSTANCES = [*CONV.values(), *STEP.values(), *END.values(), *ROW.values(), *CHUNK.values()]
 CHUNK_COLUMNS = 64  # of a head that a block of delta_chunk takes, or all
+CHUNK_ROWS = 4  # at once; a recorded step does not tell how many there will be
 MOST_TAPS = 4  # of a convolution
 CONVOLVED = 4  # tokens of a block of delta_conv
 
@@ -209,10 +210,13 @@ def _chunks(ops: Launcher, call: _Call, c: DeviceArray, o: DeviceArray) -> None:
     """Rows that _step has left out."""
     shape, weights = call.shape, call.weights
     columns = min(shape.dim, CHUNK_COLUMNS)
+    rows = min(call.most_rows, call.tokens // (MAX_PROVISIONAL + 1), CHUNK_ROWS)
+    if rows == 0:
+        return
     key_head_of = ops.constant(np.asarray(shape.key_head_of, np.int32))
     sizes = call.tokens, shape.key_heads, shape.value_heads, call.is_provisional, MAX_PROVISIONAL
     ops.kernel(CHUNK[shape.dim])(
-        (shape.value_heads * shape.dim // columns, call.most_rows),
+        (shape.value_heads * shape.dim // columns, rows),
         2 * columns + 64,
         (
             *_pointers(c, call.gates, weights.a, weights.dt, key_head_of),

@@ -28,6 +28,7 @@ struct Shared {
   half_bits solved[CHUNK * PAIR_PITCH];  // rate / (1 + L): [t][i]
   half_bits asked[CHUNK * PAIR_PITCH];   // RAISE A: [t][i]
   float lower[CHUNK][CHUNK];                                        // L: [i][t]
+  uint2 next[WARPS + 2];  // each warp's next row's first token, and long rows so far
   float logs[CHUNK], decay[CHUNK], rate[CHUNK], to_end[CHUNK];  // of G_t, G_t, and G_end / G_t
 };
 
@@ -342,8 +343,9 @@ __device__ __forceinline__ void go_through(State& state, Shared& sh, const Run& 
 
 using namespace voltapile;
 
-// grid: (value heads * DIM / COLUMNS, rows), THREADS and 64 more. Of rows with more than `least`
-// tokens, whose matrices delta_step has brought to their first one. As delta_step otherwise.
+// grid: (value heads * DIM / COLUMNS, some), THREADS and 64 more. Of rows with more than `least`
+// tokens, whose matrices delta_step has brought to their first one; blocks take them in turn. As
+// delta_step otherwise.
 extern "C" __global__ void __launch_bounds__(THREADS + 64)
 delta_chunk(const float* c, const float* gates, const float* rate, const float* dt,
             const int* key_head_of, float* matrices, const int* slots, float* out, int tokens,
@@ -351,25 +353,34 @@ delta_chunk(const float* c, const float* gates, const float* rate, const float* 
   __shared__ __align__(16) Shared sh;
   grid_launch();
   grid_wait();
-  const int row = find_row(slots, tokens, blockIdx.y);
-  if (row < 0) return;
-  const int length = row_length(slots, tokens, row);
-  if (length <= least) return;
   constexpr int SLICES = DIM / COLUMNS;
   const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES * COLUMNS;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int channels = Heads{key_heads, value_heads}.channels(), q = key_head_of[head] * DIM;
-  const Run run{c, gates, row, length, q, q + key_heads * DIM,
-                (2 * key_heads + head) * DIM + slice, channels, head, value_heads};
-  if (warp >= WARPS) {
-    help(sh, run, rate[head], dt[head], warp == WARPS, lane);
-    return;
+  if (lane == 0) sh.next[warp] = {0, 0};
+#pragma unroll 1
+  while (true) {
+    __syncwarp();
+    const uint2 next = sh.next[warp];
+    const int row = next.x;
+    if (row >= tokens) return;
+    const int length = row_length(slots, tokens, row);
+    __syncwarp();
+    if (lane == 0) sh.next[warp] = {next.x + length, next.y + (length > least)};
+    if (length <= least || next.y % gridDim.y != blockIdx.y) continue;
+    const Run run{c, gates, row, length, q, q + key_heads * DIM,
+                  (2 * key_heads + head) * DIM + slice, channels, head, value_heads};
+    if (warp >= WARPS) {
+      help(sh, run, rate[head], dt[head], warp == WARPS, lane);
+      continue;
+    }
+    const int column = head * DIM + slice + 16 * warp;  // of all heads'
+    float* matrix =
+        matrices + static_cast<unsigned>((slots[row] * value_heads * DIM + column) * DIM);
+    State state;
+    state.read(matrix, lane);
+    go_through(state, sh, run, out + static_cast<long long>(row) * value_heads * DIM + column,
+               warp, lane);
+    if (!is_provisional) state.write(matrix, lane);
   }
-  const int column = head * DIM + slice + 16 * warp;  // of all heads'
-  float* matrix = matrices + static_cast<unsigned>((slots[row] * value_heads * DIM + column) * DIM);
-  State state;
-  state.read(matrix, lane);
-  go_through(state, sh, run, out + static_cast<long long>(row) * value_heads * DIM + column, warp,
-             lane);
-  if (!is_provisional) state.write(matrix, lane);
 }

@@ -55,7 +55,15 @@ STEPS: list[Any] = [
         pytest.param(rows, is_counted, marks=SLOW)
         for rows in (
             *([n] for n in (1, 5, 8, 9, 33)),
-            *([9, 1], [1, 40], [17, 30, 2, 9], [8] * 3, [1] * SLOTS, [*[3] * 10, 12]),
+            *(
+                [9, 1],
+                [1, 40],
+                [12, 3, *[9] * 5],
+                [17, 30, 2, 9],
+                [8] * 3,
+                [1] * SLOTS,
+                [*[3] * 10, 12],
+            ),
         )
         for is_counted in (True, False)
     ),
