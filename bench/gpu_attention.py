@@ -1,10 +1,8 @@
 """Attention alone on one GPU: GB/s of keys and values in decode, TFLOP/s in prefill.
 
-`python bench/gpu_attention.py [--quick] [--apart]`. Shape of an 8B (32 query heads, 8 KV heads,
-128). Decode is with the norms and turns of heads and the store of what is new: by the way, or
---apart. Caches of several layers are taken in turn, so that no context stays in the GPU's own
-cache; launches are captured, several a graph. Shares are of 3.95 TB/s and 790 TFLOP/s, what this
-card (H200) reaches.
+`python bench/gpu_attention.py [--quick]`. Shape of an 8B (32 query heads, 8 KV heads, 128). Caches
+of several layers are taken in turn, so that no context stays in the GPU's own cache; launches are
+captured, several a graph. Shares are of 3.95 TB/s and 790 TFLOP/s, what this card (H200) reaches.
 """
 
 from __future__ import annotations
@@ -68,23 +66,13 @@ class Bench:
         batch = self.batch(runs, width, outputs)
         tokens = len(batch.slots)
         rng = np.random.default_rng(1)
-        q, k, v = (
-            self.put(rng.standard_normal((tokens, heads * DIM), np.float32))
-            for heads in (HEADS, KV_HEADS, KV_HEADS)
-        )
-        angles = self.put(rng.standard_normal((tokens, DIM // 2, 2), np.float32))
-        norm = self.ops.weight(np.ones(DIM, np.float32).view(np.uint8), "F32", (DIM,))
-        is_decode = outputs == tokens
+        q = self.put(rng.standard_normal((tokens, HEADS * DIM), np.float32))
 
         def run() -> None:
             for i in range(calls):
                 self.ops.reset_scratch()
                 cache = caches[i % layers]
-                if is_decode:
-                    self.ops.rope_store(
-                        *(q, k, v, angles, "neox", cache, batch, 0, 1e-6, norm, norm)
-                    )
-                self.ops.attention(q, cache, batch, 0, HEAD_MAP, DIM**-0.5)
+                attention.attention(self.ops, q, cache, batch, 0, HEAD_MAP, DIM**-0.5)
 
         run()
         with self.ops.capture() as graph:
@@ -103,11 +91,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
-    parser.add_argument("--apart", action="store_true", help="rope_store as a launch of its own")
-    args = parser.parse_args()
-    quick = args.quick
-    if args.apart:
-        attention.takes_raw = lambda *_: False
+    quick = parser.parse_args().quick
     bench = Bench()
     print("decode            context       us     GB/s  share")
     contexts = [512, 32 << 10] if quick else [512, 8 << 10, 32 << 10, 128 << 10]

@@ -20,7 +20,6 @@ from voltapile.kernels.cuda.attention_sizes import (
     prefill_block,
     prefill_shared,
 )
-from voltapile.kernels.cuda.heads import RawHeads
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.pages import (
     KINDS,
@@ -119,7 +118,6 @@ class _Call:
     softcap: float
     window: int
     weights: DeviceArray | None
-    raw: RawHeads | None
 
     @property
     def tokens(self) -> int:
@@ -169,10 +167,9 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     weights: DeviceArray | None = None,
-    raw: RawHeads | None = None,
 ) -> DeviceArray:
     """weights: [T, H], where log(sum(exp(score))) goes if somebody asks; a token at position -1
-    sees nothing then. raw: what rope_store was not launched for, if takes_raw."""
+    sees nothing then."""
     tokens, heads = len(batch.slots), len(head_map)
     assert q.size == tokens * heads * cache.key_dim, (q.shape, tokens, heads)
     assert max(head_map) < cache.kv_heads, (head_map, cache.kv_heads)
@@ -195,7 +192,6 @@ def attention(
         softcap=softcap,
         window=window,
         weights=weights,
-        raw=raw,
     )
     with ops.scope():
         if is_generated(tokens, len(batch.outputs)):
@@ -203,22 +199,6 @@ def attention(
         else:
             _mixed(ops, call)
     return out
-
-
-def takes_raw(
-    ops: Launcher, cache: CudaKv, batch: Batch, head_map: Sequence[int], softcap: float
-) -> bool:
-    """Whether attention norms, rotates and stores by the way: where one launch has all rows, and
-    each KV head a block."""
-    tokens = len(batch.slots)
-    return (
-        ops.arch >= CLUSTERS_FROM
-        and shape_of(cache)[1] != ANY
-        and not softcap
-        and tokens > 0
-        and is_generated(tokens, len(batch.outputs))
-        and len(set(head_map)) == cache.kv_heads
-    )
 
 
 def is_generated(tokens: int, outputs: int) -> bool:
@@ -292,17 +272,9 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
                 *map(np.int32, numbers),
                 *call.factors,
                 *map(np.int32, (*ends, pieces, call.members if call.is_even else 0)),
-                *_raw_numbers(call.raw),
             ),
             shared,
         )
-
-
-def _raw_numbers(raw: RawHeads | None) -> tuple[int | np.int32 | np.float32, ...]:
-    if raw is None:
-        return *(0,) * 5, *map(np.int32, (0, 0)), np.float32(0)
-    pointers = raw.k.ptr, raw.v.ptr, *raw.norm_ptrs, raw.angles.ptr
-    return *pointers, np.int32(raw.pairs), np.int32(raw.apart), np.float32(raw.eps)
 
 
 def _mixed(ops: Launcher, call: _Call) -> None:

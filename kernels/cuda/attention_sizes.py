@@ -23,10 +23,9 @@ def decode_shared(dim: int, kind: int, tiles: int, arch: int, blocks: int = SHAR
     steps = 2 * stages if is_copied else 1
     ends = 32 * STRANDS * pitch
     inbox = LETTERS * (4 * dim + 8) if arch >= CLUSTERS_FROM and blocks > 1 else 16
-    fused = 16 * (-(-dim // 32) * 32) if arch >= CLUSTERS_FROM and kind != ANY else 16
     kept = STRANDS * tiles * 64 * (8 + dim) if arch >= CLUSTERS_FROM and blocks == 1 else 0
     own = max(STRANDS * steps * step, ends + inbox)
-    return own + 2 * rows * pitch + 28 * rows + kept + fused + 96
+    return own + 2 * rows * pitch + 24 * rows + kept + 96
 
 
 def prefill_shared(dim: int, kind: int, arch: int) -> int:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda import attention, dummy, matmul, rows, sampling
-from voltapile.kernels.cuda.attend import CudaAttention
+from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampling
 from voltapile.kernels.cuda.chunks import REPACKED
+from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.device import Device
 from voltapile.kernels.cuda.following import Following
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel, Launcher
@@ -46,7 +46,7 @@ class CudaGraph:
         self._device.replay(self.recorded[0])
 
 
-class CudaOps(CudaPositions, CudaAttention):
+class CudaOps(CudaPositions, CudaCollectives):
     """See kernels/ops.py for the meaning of every method.
 
     number: of the GPU. choices: a Plan's. ptx: a folder of PTX to run instead of this card's code.
@@ -324,6 +324,36 @@ class CudaOps(CudaPositions, CudaAttention):
         self, cache: Any, k: DeviceArray, v: DeviceArray, batch: Batch, group: int
     ) -> None:
         attention.store_kv(self, cache, k, v, batch, group)
+
+    def rope_store(
+        self,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        angles: DeviceArray,
+        layout: str,
+        cache: Any,
+        batch: Batch,
+        group: int,
+        eps: float = 0.0,
+        q_norm: Weight | None = None,
+        k_norm: Weight | None = None,
+    ) -> DeviceArray:
+        norms = _or_none(q_norm), _or_none(k_norm)
+        return heads.rope_store(self, q, k, v, angles, layout, cache, batch, group, eps, norms)
+
+    def attention(
+        self,
+        q: DeviceArray,
+        cache: Any,
+        batch: Batch,
+        group: int,
+        head_map: Sequence[int],
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> DeviceArray:
+        return attention.attention(self, q, cache, batch, group, head_map, scale, window, softcap)
 
     def gather(self, x: DeviceArray, index: DeviceArray) -> DeviceArray:
         self._step = (0, 0)  # what follows is the end of a step: see _policy_for_rows

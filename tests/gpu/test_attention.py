@@ -259,34 +259,3 @@ def test_rope_store_is_its_parts(
         weights = (cuda.weight(values.view(np.uint8), "F32", (128,)),) * 2
     tolerance = 1e-5 if is_normed else 0.0
     twin.check_rope_store(cuda, put, weights, layout, pairs, types, 128, tolerance)
-
-
-@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0")], ids=ids)
-@pytest.mark.parametrize(
-    ("runs", "dim", "heads", "kv_heads"),
-    [
-        ([(0, 512, 1)], 128, 32, 8),
-        ([(0, 60, 7), (1, 0, 1)], 128, 32, 4),
-        ([(0, 2046, 4)], 64, 8, 2),
-        ([(slot, 37 * slot, 1) for slot in range(32)], 128, 32, 8),
-        ([(0, 5000, 2)], 256, 16, 2),
-    ],
-    ids=["one", "company", "pieces", "many", "wide"],
-)
-def test_raw_heads(
-    cuda: Any,
-    put: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    runs: list[tuple[int, int, int]],
-    dim: int,
-    heads: int,
-    kv_heads: int,
-    types: tuple[str, str],
-) -> None:
-    """Attention that norms, rotates and stores by the way has the bits of rope_store before it."""
-    tokens = sum(count for _, _, count in runs)
-    case = Case(runs, dim=dim, heads=heads, kv_heads=kv_heads, types=types, outputs=tokens)
-    fused = twin.attend_raw(cuda, put, case, "neox", 32)
-    monkeypatch.setattr(launcher, "takes_raw", lambda *_: False)
-    for ours, theirs in zip(fused, twin.attend_raw(cuda, put, case, "neox", 32), strict=True):
-        np.testing.assert_array_equal(ours, theirs)

@@ -7,7 +7,6 @@
 // pieces, what they give goes to `partial`, and the block that comes last adds them.
 // -D HEAD_DIM, KIND, ROW_TILES (16 rows each), CLUSTER
 #include "attention_blocks.cuh"
-#include "attention_fresh.cuh"
 #include "attention_items.cuh"
 #include "grid.cuh"
 
@@ -31,12 +30,10 @@ struct Shared {
   __align__(16) half_bits q[ROWS * PITCH];
   Row rows[ROWS];
   int query[ROWS];   // of a row, counted in heads of all tokens
-  int token[ROWS];   // of a row
   int pieces[ROWS];  // of a row, where there are several
   Source from;
   Bell bell;                  // of the inbox
   KeptSums<(TURNS > 1)> kept[TURNS > 1 ? STRANDS : 1];
-  __align__(16) float scratch[FUSES ? STRANDS : 1][FUSES ? 32 * Head<DIM>::PIECES : 1];
   int used, tickets, answer;  // kept for the end, so that no register holds them meanwhile
 };
 
@@ -60,7 +57,7 @@ __device__ __forceinline__ void place_rows(Shared& sh, const Rows& mine, const I
         row.slot = query;
       else if (piece >= s.first && piece <= s.last)
         row.slot = places.of(query) + piece - s.first;
-      sh.query[m] = query, sh.token[m] = t, sh.pieces[m] = s.last - s.first + 1;
+      sh.query[m] = query, sh.pieces[m] = s.last - s.first + 1;
     }
     sh.rows[m] = row;
   }
@@ -268,19 +265,16 @@ using namespace voltapile;
 // tickets: a zero for each token or item and blockIdx.y
 // weights: null, or float[tokens * H] (Weighing)
 // cap: of KIND 3 alone
-// k: null, or q, k and v are raw (Raw in attention_fresh.cuh), and this kernel stores k and v
 // What was there when the step began (slots, positions, tables, older keys and values) is read
 // before the kernel before this one has ended.
 extern "C" __global__ void VP_CLUSTER __launch_bounds__(THREADS, LEAST_BLOCKS)
-attention_decode(const float* q, unsigned char* key_base, unsigned char* value_base,
+attention_decode(const float* q, const unsigned char* key_base, const unsigned char* value_base,
                  const int* table, const int* slots, const int* positions, const int* heads,
                  const int* plan, float* partial, float2* stats, unsigned* tickets,
                  float* attended, float* weights, int first, int last, int parts, int kv_heads,
                  int num_heads, int key_dim, int value_dim, int key_kind, int value_kind,
                  int width, int pages, float scale, float cap, int window, int most, int stride,
-                 int chunk, int pieces, int members, const float* k, const float* v,
-                 const float* q_norm, const float* k_norm, const float* angles, int pairs,
-                 int apart, float eps) {
+                 int chunk, int pieces, int members) {
   Shared& sh = *reinterpret_cast<Shared*>(own_memory(shared));
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, limit = width * PAGE;
   const unsigned rank = blockIdx.x % BLOCKS, one = blockIdx.x / BLOCKS;
@@ -295,7 +289,7 @@ attention_decode(const float* q, unsigned char* key_base, unsigned char* value_b
     grid_wait();
     if (index >= plan[0]) return;
   }
-  const Item item = is_planned ? Item{plan[4 + 2 * index], plan[5 + 2 * index], 1 << 30, 0}
+  const Item item = is_planned ? Item{plan[4 + 2 * index], plan[5 + 2 * index], 1 << 30}
                                : item_at(slots, positions, index, first, last, chunk, limit,
                                          window, most);
   Rows mine{is_even ? nullptr : heads + kv_heads + 1 + own_begin, own_begin, own_end - own_begin,
@@ -320,26 +314,16 @@ attention_decode(const float* q, unsigned char* key_base, unsigned char* value_b
   }
   __syncthreads();
   Steps::State state(sh.from);
-  const bool is_raw = FUSES && k != nullptr;
-  const Run run{item.start, item.fresh, max(item.fresh, start), end};
-  sh.strands[warp].begin(sh.from, state, is_raw && PATCHES ? 1 << 30 : item.fresh, lane);
+  sh.strands[warp].begin(sh.from, state, item.fresh, lane);
   const Places places{((is_planned ? number * chunk : number) - item.begin) * num_heads * stride,
                       stride};
   const bool is_only = all.first == all.last;
   place_rows(sh, mine, item, all, places, positions, piece, num_heads, limit, window, most);
   __syncthreads();
-  if (is_raw) {
-    const Raw raw{q, k, v, q_norm, k_norm, angles, key_base, value_base, pairs, apart, eps};
-    stage_raw({sh.q, sh.rows, sh.query, sh.token, sh.used}, run, raw, sh.from, sh.strands[warp],
-              sh.scratch[warp], scale, warp, lane);
-    __syncthreads();
-    sh.strands[warp].go_on(sh.from, state, lane);
-  } else {
-    grid_wait();
-    sh.strands[warp].go_on(sh.from, state, lane);
-    stage_queries(sh, q, key_dim, scale, warp, lane);
-    __syncthreads();
-  }
+  grid_wait();
+  sh.strands[warp].go_on(sh.from, state, lane);
+  stage_queries(sh, q, key_dim, scale, warp, lane);
+  __syncthreads();
 
   Sums sums;
   go_through(sums, sh, state, cap, warp, lane);

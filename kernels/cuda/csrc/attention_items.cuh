@@ -8,7 +8,6 @@ namespace voltapile {
 struct Item {
   int begin, count;
   int fresh;  // first position that this step stores for their slot
-  int start;  // the token that has it
 };
 
 // Tokens from t on that a block takes together; none if another token's block takes t. They are
@@ -21,7 +20,7 @@ __device__ __forceinline__ Item item_at(const int* slots, const int* positions, 
 #pragma unroll 1
   while (start > first && slots[start - 1] == slot) --start;
   const int phase = static_cast<unsigned>(t - start) % chunk;
-  if (phase != 0 && piece_of(t - 1) == piece_of(t)) return {t, 0, 0, 0};
+  if (phase != 0 && piece_of(t - 1) == piece_of(t)) return {t, 0, 0};
   int count = 1;
 #pragma unroll 1
   while (t + count < last && phase + count < chunk && slots[t + count] == slot &&
@@ -29,7 +28,7 @@ __device__ __forceinline__ Item item_at(const int* slots, const int* positions, 
     ++count;
 #pragma unroll 1
   while (start > 0 && slots[start - 1] == slot) --start;  // an earlier launch's tokens, too
-  return {t, count, positions[start], start};
+  return {t, count, positions[start]};
 }
 
 // Of all tokens together; their pieces have one length.

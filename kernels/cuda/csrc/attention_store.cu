@@ -23,9 +23,8 @@ store_kv(const float* k, const float* v, unsigned char* keys, unsigned char* val
   unsigned char* to = (is_value ? values : keys) +
                       (static_cast<long long>(page) * kv_heads + head) * head_bytes(kind, dim);
   const float value = d < dim ? from[d] : 0.0f;
-  const Spot spot = spot_of(to, kind, row, dim);
   if (kind != F16)
-    store_integers(spot, kind, dim, block, value);
+    store_integers(to, kind, row, dim, block, value);
   else if (d < dim)
-    store_half(spot, d, value);
+    store_half(to, row, dim, d, value);
 }

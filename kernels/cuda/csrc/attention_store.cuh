@@ -56,27 +56,16 @@ __device__ __forceinline__ Rounded round_to_bytes(float value, float most) {
   return {scale, __float2int_rn(fminf(fmaxf(units, -127.0f), 127.0f))};
 }
 
-// Where a head's values of one position lie; f16 has no scales.
-struct Spot {
-  unsigned char* values;
-  half_bits* scales;
-};
-
-// Place `row` of a page.
-__device__ __forceinline__ Spot spot_of(unsigned char* head, int kind, int row, int dim) {
-  auto* scales = reinterpret_cast<half_bits*>(head + integer_bytes(kind, dim));
-  return {head + (row * dim * 2 >> kind), scales + (row * dim >> (3 + kind))};
+__device__ __forceinline__ void store_half(unsigned char* head, int row, int dim, int d, float x) {
+  reinterpret_cast<half_bits*>(head)[row * dim + d] = to_half(x);
 }
 
-__device__ __forceinline__ void store_half(const Spot& to, int d, float x) {
-  reinterpret_cast<half_bits*>(to.values)[d] = to_half(x);
-}
-
-// A warp stores values 32 block to 32 block + 31 of one head, zeros behind its end; of a type that
-// is not f16.
-__device__ __forceinline__ void store_integers(const Spot& to, int kind, int dim, int block,
-                                               float value) {
+// A warp stores values 32 block to 32 block + 31 of one head, zeros behind its end, at place `row`
+// of its page; of a type that is not f16.
+__device__ __forceinline__ void store_integers(unsigned char* head, int kind, int row, int dim,
+                                               int block, float value) {
   const int lane = threadIdx.x & 31, d = 32 * block + lane;
+  half_bits* scales = reinterpret_cast<half_bits*>(head + integer_bytes(kind, dim));
   const unsigned size = __float_as_uint(value) << 1;  // NaN is larger than all
   unsigned most = size;
   for (int step = 8; step > 0; step >>= 1)
@@ -85,8 +74,9 @@ __device__ __forceinline__ void store_integers(const Spot& to, int kind, int dim
     const bool is_sane = most < 0xff000000u;
     const float largest = __uint_as_float(is_sane ? most >> 1 : 0);
     const Rounded r = round_to_bytes(is_sane ? value : 0.0f, largest);
-    if (d < dim && lane % 16 == 0) to.scales[d / 16] = is_sane ? r.scale : 0x7e00;
-    if (d < dim) reinterpret_cast<signed char*>(to.values)[d] = static_cast<signed char>(r.value);
+    const int place = row * dim + d;
+    if (d < dim && lane % 16 == 0) scales[place / 16] = is_sane ? r.scale : 0x7e00;
+    if (d < dim) reinterpret_cast<signed char*>(head)[place] = static_cast<signed char>(r.value);
     return;
   }
   most = max(most, __shfl_xor_sync(0xffffffffu, most, 16));
@@ -98,10 +88,10 @@ __device__ __forceinline__ void store_integers(const Spot& to, int kind, int dim
   const unsigned scale = is_sane ? half_pair(wanted, 0.0f) : 0x7e00;
   const float step = half_value(scale);
   const float units = is_sane && step != 0.0f ? value / step : 0.0f;
-  if (lane == 0) to.scales[block] = scale;
+  if (lane == 0) scales[row * (dim / 32) + block] = scale;
   const int q = __float2int_rn(fminf(fmaxf(units + 8.0f, 0.0f), 15.0f));
   const int high = __shfl_down_sync(0xffffffffu, q, 16);
-  if (lane < 16) to.values[16 * block + lane] = q | high << 4;
+  if (lane < 16) head[(row * dim + 32 * block) / 2 + lane] = q | high << 4;
 }
 
 }  // namespace voltapile

@@ -2,7 +2,6 @@
 // how they get there. No other warp touches it, so none waits for another.
 // -D CLUSTER: blocks that take a piece together, where shared memory may be read by others (sm_90)
 #pragma once
-#include "attention_store.cuh"
 #include "attention_tile.cuh"
 
 namespace voltapile {
@@ -66,9 +65,6 @@ struct HalfTile {
   __device__ void values(Mma::B (&b)[1], int d, int lane) const {
     b[0] = Mma::load_b_rows(at + d, PITCH, lane);
   }
-  __device__ Spot spot(int row) {
-    return {reinterpret_cast<unsigned char*>(at + row * PITCH), nullptr};
-  }
   // Row i of this lane's part of a result, 16 dimensions wide.
   static __device__ void write(float* to, const Square& s, int i, int lane) {
 #pragma unroll
@@ -123,7 +119,6 @@ struct ByteTile {
       pairs(b[j].r[1], b[j].r[3], r[2 * j + 1], __byte_perm(s[2], s[3], pick));
     }
   }
-  __device__ Spot spot(int row) { return {at + row * WIDE, scales + row * SCALES}; }
   static __device__ void write(float* to, const Square& s, int i, int lane) {
     *reinterpret_cast<float4*>(to + 4 * Mma::pair(lane)) =
         float4{s.e[2 * i], s.e[4 + 2 * i], s.e[2 * i + 1], s.e[5 + 2 * i]};
@@ -181,21 +176,20 @@ struct Walk {
   static constexpr int ROUND = PAGE * SHARES, APART = BLOCKS > 1 ? PAGE : STEP;
   int p, turn = 0;
 
-  __device__ explicit Walk(const Source& s) { begin(s, threadIdx.x / 32); }
-  __device__ Walk(const Source& s, int strand) { begin(s, strand); }
+  __device__ explicit Walk(const Source& s) { begin(s); }
   __device__ bool is_done(const Source& s) const { return TURNS > 1 ? turn == TURNS : p >= s.end; }
   __device__ void go_on(const Source& s) {
     p += ROUND;
     if (TURNS == 1 || p < s.end || is_done(s)) return;
     ++turn;
-    begin(s, threadIdx.x / 32);
+    begin(s);
   }
 
  private:
-  __device__ void begin(const Source& s, int strand) {
+  __device__ void begin(const Source& s) {
 #pragma unroll 1
     for (; turn < TURNS; ++turn) {
-      p = s.first + PAGE * turn + APART * strand;
+      p = s.first + PAGE * turn + APART * (static_cast<int>(threadIdx.x) / 32);
       p += static_cast<unsigned>(max(s.low - STEP - p, -ROUND) + ROUND) / ROUND * ROUND;
       if (TURNS == 1 || p < s.end) return;
     }
@@ -204,7 +198,7 @@ struct Walk {
 
 // With cp.async: STAGES steps are under way. Positions from `fresh` on are written by the kernel
 // before this one, so the first step that has any, and those behind it, are asked for after
-// waiting. (Who stores them itself puts them here, too: attention_fresh.cuh.)
+// waiting.
 struct CopiedSteps {
   KvTile tiles[STAGES][2];  // keys, values
 

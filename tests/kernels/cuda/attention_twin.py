@@ -200,8 +200,9 @@ def check_rope_store(
     k, v = (rng.standard_normal((4, 2 * dim), np.float32) for _ in range(2))
     turns = rng.standard_normal((4, pairs, 2), np.float32)
     angles, batch = put(turns), worlds[0].batch(worlds[0].tokens, 4)
-    raw = put(q), put(k), put(v), angles, layout, worlds[0].cache, batch, 0, 1e-6, weights
-    once = heads.rope_store(ops, heads.RawHeads(*raw))
+    once = heads.rope_store(
+        *(ops, put(q), put(k), put(v), angles, layout, worlds[0].cache, batch, 0, 1e-6, weights)
+    )
     parts = [put(q), put(k)]
     for i, weight in enumerate(weights):
         if weight is not None:
@@ -213,22 +214,3 @@ def check_rope_store(
     )
     for ours, theirs in zip(worlds[0].stored(), worlds[1].stored(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1000 * tolerance)
-
-
-def attend_raw(ops: Any, put: Put, case: Case, layout: str, pairs: int) -> list[np.ndarray]:
-    """What ops.rope_store and ops.attention give, and what then lies in the cache."""
-    world, dim = World(ops, put, case), case.dim
-    rng, tokens = np.random.default_rng(5), len(world.tokens)
-    q = rng.standard_normal((tokens, case.heads * dim), np.float32)
-    k, v = (rng.standard_normal((tokens, case.kv_heads * dim), np.float32) for _ in range(2))
-    turns = rng.standard_normal((tokens, pairs, 2), np.float32)
-    norms = [
-        ops.weight(values.view(np.uint8), "F32", (dim,))
-        for values in rng.standard_normal((2, dim), np.float32)
-    ]
-    batch = world.batch(world.tokens, 1 if case.outputs < 0 else case.outputs)
-    raw = ops.rope_store(
-        *(put(q), put(k), put(v), put(turns), layout, world.cache, batch, 0, 1e-6, *norms)
-    )
-    y = ops.attention(raw, world.cache, batch, 0, case.head_map, case.scale, case.window)
-    return [ops.to_host(each) for each in (y, *pages.page_parts(world.cache))]

@@ -310,7 +310,6 @@ inline float __int_as_float(int x) { return __uint_as_float(static_cast<unsigned
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
