@@ -7,10 +7,10 @@
 // once, for all columns, and may be normed by that; before they are read, the ring is already being
 // filled (grid.cuh).
 // -D: FORMAT; OTHER, of the matrices whose bit in `others` is set, which blocks from first_other on
-// take; DEPTH, places at least; TEAMS; WARPS, eight, or twice as many with one chunk of columns each; THREADS that a
-// multiprocessor's registers shall suffice for, more than a block has, so that blocks of the next
-// kernels find room beside it; TILES 1 and MANY 0; PUSH 1, where what is made is this rank's part
-// of a sum and goes to the others at once.
+// take; DEPTH, places at least; TEAMS; WARPS, eight, or twice as many with one chunk of columns
+// each; THREADS that a multiprocessor's registers shall suffice for, more than a block has, so that
+// blocks of the next kernels find room beside it; TILES 1 and MANY 0; PUSH 1, where what is made is
+// this rank's part of a sum and goes to the others at once.
 #include "grid.cuh"
 #include "group_push.cuh"
 #include "matmul_norm.cuh"
