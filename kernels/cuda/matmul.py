@@ -306,7 +306,7 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
         norm, deal = None, stream.deal(task)
     if deal is None:
         return False
-    numbers = task.columns, task.tokens, launch.epilogue, launch.others, *deal.numbers
+    numbers = task.columns, task.tokens, launch.epilogue, launch.others, deal.first_other
     read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)

@@ -21,9 +21,7 @@ WARPS, ROWS, TOKENS = 8, 16, 8
 NORMED = 64
 TEAMS = 2  # of WARPS warps, on a multiprocessor
 RESERVED = 1024  # bytes of shared memory that every block takes beside its own
-# Chunks of a warp that may be on their way at once: as many as there is room for, so that memory
-# has something to do while a launch waits for the one before it.
-DEPTH, DEEPEST = 2, 4
+DEPTH = 2  # chunks of a warp that may be on their way at once; more measured no faster
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 MIXED = [("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q5_K", "Q6_K"), ("Q4_K", "Q8_0")]
 PAIRS = [*((name, name) for name in FORMATS), *MIXED]
@@ -99,34 +97,28 @@ class Deal:
     blocks: int
     first_other: int
     shared: int
-    depth: int
     warps: int = WARPS
 
     @property
     def threads(self) -> int:
         return 32 * self.teams * self.warps
 
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """What kernels are told of it."""
-        return self.first_other, self.depth
-
     def instance(self, pair: tuple[str, str], pushes: bool = False) -> Instance:
         found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
         return PUSHING[found] if pushes else found
 
 
-def warp_bytes(chunk: Chunk, depth: int = DEPTH) -> int:
+def warp_bytes(chunk: Chunk) -> int:
     """The ring of a warp, and its scales."""
     vectors = (chunk.bytes + (16 - chunk.align if chunk.bytes % 16 else 0) + 15) // 16
-    return _aligned(depth * 16 * 16 * (vectors | 1) + chunk.scale_bytes)
+    return _aligned(DEPTH * 16 * 16 * (vectors | 1) + chunk.scale_bytes)
 
 
-def _shared_bytes(task: Task, chunk: Chunk, teams: int, depth: int) -> int:
-    chunks = -(-task.columns // (32 * chunk.groups))
-    each = warp_bytes(chunk, depth) + 2 * task.tiles * 64 * task.tokens
-    gains = 4 * task.columns if task.is_normed else 0
-    return _aligned(chunks * chunk.slot_bytes(task.tokens)) + teams * WARPS * each + gains
+def shared_bytes(chunk: Chunk, teams: int, columns: int, room: int, tiles: int) -> int:
+    """tiles: of a unit."""
+    chunks = -(-columns // (32 * chunk.groups))
+    each = warp_bytes(chunk) + 2 * tiles * 64 * room
+    return _aligned(chunks * chunk.slot_bytes(room)) + teams * WARPS * each
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,33 +130,19 @@ def deal(task: Task) -> Deal | None:
         return None
     if task.is_normed and not _norms(task):
         return None
+    gains = 4 * task.columns if task.is_normed else 0
+    parts = {pair[0], pair[1]} if others else {pair[0]}
     for teams in (TEAMS, 1):
-        shared = _shared(task, teams, DEPTH)
+        sizes = teams, task.columns, task.tokens, task.tiles
+        shared = max(shared_bytes(CHUNKS[name], *sizes) for name in parts) + gains
         fitting = min(TEAMS // teams, (task.most_shared + RESERVED) // (shared + RESERVED))
         blocks = min(task.multiprocessors * fitting, own + others)
         if (pair, teams) in STREAM and fitting and (blocks > 1 or not others):
             if teams == TEAMS and _is_broad(task):
-                return Deal(1, blocks, blocks, shared, DEPTH, TEAMS * WARPS)
+                return Deal(1, blocks, blocks, shared, TEAMS * WARPS)
             first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
-            depth = _depth(task, teams, blocks)
-            return Deal(teams, blocks, first, _shared(task, teams, depth), depth)
+            return Deal(teams, blocks, first, shared)
     return None
-
-
-def _shared(task: Task, teams: int, depth: int) -> int:
-    """What a block of both formats holds."""
-    parts = {task.pair[0], task.pair[1]} if task.others else {task.pair[0]}
-    return max(_shared_bytes(task, CHUNKS[name], teams, depth) for name in parts)
-
-
-def _depth(task: Task, teams: int, blocks: int) -> int:
-    """No more than a warp has chunks, nor than fits where a multiprocessor has one block."""
-    units = -(-(task.units + task.others) // (teams * blocks))
-    chunks = units * task.tiles * -(-task.columns // (256 * WARPS))
-    depth = min(DEEPEST, max(DEPTH, chunks)) if teams == TEAMS else DEPTH
-    while depth > DEPTH and _shared(task, teams, depth) > task.most_shared - PUSHING_BYTES:
-        depth -= 1
-    return depth
 
 
 def can_push(task: Task) -> bool:

@@ -16,7 +16,6 @@ __device__ __forceinline__ int chunks_of(unsigned k) {
 struct Norm {
   const float* gain;  // or null
   float eps, share;   // of a column in the mean
-  int behind;         // groups of copies that were asked for after the gains
   float *gains, *sums;
 
   // So early that it is there when it is needed.
@@ -65,7 +64,7 @@ __device__ __forceinline__ void stage(const Product& all, const Norm& norm, std:
       if (item < count) continue;
       adds_up = false;
       item = first;
-      wait_for_all_but(norm.behind);  // gains
+      wait_for_copies<DEPTH>();  // gains
       __syncthreads();
       if (!IS_IN_ORDER || !is_first) continue;
     }

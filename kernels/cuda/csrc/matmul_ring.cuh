@@ -8,18 +8,6 @@ namespace voltapile {
 
 __device__ __forceinline__ constexpr int aligned(int bytes) { return (bytes + 127) & ~127; }
 
-// For this thread's groups of copies but the last `pending`, which are 1 to 4.
-__device__ __forceinline__ void wait_for_all_but(int pending) {
-  if (pending == 1)
-    wait_for_copies<1>();
-  else if (pending == 2)
-    wait_for_copies<2>();
-  else if (pending == 3)
-    wait_for_copies<3>();
-  else
-    wait_for_copies<4>();
-}
-
 template <class F>
 __device__ __forceinline__ int row_bytes_of(unsigned k) {
   return k / F::length * F::bytes;

@@ -1,5 +1,5 @@
 // The product of few rows from sm_80 on: blocks stay, and each warp streams its chunks of weights
-// through a ring of `depth` places in shared memory, without a pause from one tile to the next.
+// through a ring of DEPTH places in shared memory, without a pause from one tile to the next.
 //
 // A tile is 16 rows of weights; a gate and its up are two tiles of one unit. A block has TEAMS
 // teams of WARPS warps, and each takes every n-th unit of its format's; its warps share the columns
@@ -7,10 +7,10 @@
 // once, for all columns, and may be normed by that; before they are read, the ring is already being
 // filled (grid.cuh).
 // -D: FORMAT; OTHER, of the matrices whose bit in `others` is set, which blocks from first_other on
-// take; DEPTH, places at least; TEAMS; WARPS, eight, or twice as many with one chunk of columns
-// each; THREADS that a multiprocessor's registers shall suffice for, more than a block has, so that
-// blocks of the next kernels find room beside it; TILES 1 and MANY 0; PUSH 1, where what is made is
-// this rank's part of a sum and goes to the others at once.
+// take; DEPTH; TEAMS; WARPS, eight, or twice as many with one chunk of columns each; THREADS that a
+// multiprocessor's registers shall suffice for, more than a block has, so that blocks of the next
+// kernels find room beside it; TILES 1 and MANY 0; PUSH 1, where what is made is this rank's part
+// of a sum and goes to the others at once.
 #include "grid.cuh"
 #include "group_push.cuh"
 #include "matmul_norm.cuh"
@@ -227,7 +227,7 @@ struct RowStarts {
 template <class F, class Line>
 __device__ __forceinline__ void stream(const Product& all, Norm norm, const Following& following,
                                        const Line& line, unsigned mask, int block, int blocks,
-                                       int depth, std::uint8_t* shared) {
+                                       std::uint8_t* shared) {
   using M = RingMemory<F>;
   using Raw = typename M::Raw;
   const int lane = threadIdx.x & 31, warp_of_block = threadIdx.x >> 5;
@@ -236,9 +236,8 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
   const int chunks = chunks_of<F>(all.k), row_bytes = row_bytes_of<F>(all.k);
   const int subs = all.is_glu() ? 2 : 1, one = 16 * all.tokens;
   const int slot_bytes = M::tokens_bytes(all.tokens), all_tokens = aligned(chunks * slot_bytes);
-  const int ring_bytes = aligned(depth * Raw::SIZE + M::SCALES);
-  std::uint8_t* ring = shared + all_tokens + warp_of_block * ring_bytes;
-  float* sums = reinterpret_cast<float*>(shared + all_tokens + TEAMS * WARPS * ring_bytes) +
+  std::uint8_t* ring = shared + all_tokens + warp_of_block * M::WARP;
+  float* sums = reinterpret_cast<float*>(shared + all_tokens + TEAMS * WARPS * M::WARP) +
                 team * 2 * WARPS * subs * one;
   norm.sums = sums - team * 2 * WARPS * subs * one;  // whose time comes later
   norm.gains = norm.sums + TEAMS * 2 * WARPS * subs * one;
@@ -249,7 +248,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
   Ahead<F> ahead(units, following, unit, step, warp, lane);
   if (norm.gain != nullptr) norm.ask(all.k);
 #pragma unroll 1
-  for (int i = -1; i < depth; ++i) ahead.fetch(ring + i * Raw::SIZE);
+  for (int i = -1; i < DEPTH; ++i) ahead.fetch(ring + i * Raw::SIZE);
 
   int place = 0;
   // The first turn stages tokens: what turns have in common is then ready before the wait.
@@ -270,10 +269,10 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
       unsigned first = units.low_bits(unit, sub, row_bytes) + warp * M::BYTES;
 #pragma unroll 1
       for (int chunk = warp; chunk < chunks; chunk += WARPS, first += WARPS * M::BYTES) {
-        wait_for_all_but(depth - 1);
+        wait_for_copies<DEPTH - 1>();
         __syncwarp();
         float part[PASSES][Tile::VALUES];
-        multiply_any<F>(ring, place * Raw::SIZE, ring + depth * Raw::SIZE,
+        multiply_any<F>(ring, place * Raw::SIZE, ring + DEPTH * Raw::SIZE,
                         reinterpret_cast<const std::uint8_t*>(static_cast<std::uint64_t>(first)),
                         RowStarts<F>{row_bytes},
                         typename M::Staged(shared + chunk * slot_bytes, all.tokens), tile, part);
@@ -281,7 +280,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
         for (int e = 0; e < Tile::VALUES; ++e) total[0][e] = total[0][e] + part[0][e];
         __syncwarp();  // what was read may be overwritten
         ahead.fetch(ring + place * Raw::SIZE);
-        place = place + 1 < depth ? place + 1 : 0;
+        place = place + 1 < DEPTH ? place + 1 : 0;
       }
       keep_sums_of(total[0], tile, 0, all.tokens, set + (sub * WARPS + warp) * one);
     }
@@ -296,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                   const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
                   const float* x, int k, int tokens, int epilogue, int others, int first_other,
-                  int depth, const float* gain, float eps, float share, const std::uint8_t* next,
+                  const float* gain, float eps, float share, const std::uint8_t* next,
                   int next_bytes, int next_count
 #if PUSH
                   , const Group* group, int rank, int ranks
@@ -309,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      {weights1, bias1, out1, rows1},
                      {weights2, bias2, out2, rows2}},
                     x, k, tokens, tokens, static_cast<Epilogue>(epilogue)};
-  const Norm norm{gain, eps, share, depth};
+  const Norm norm{gain, eps, share};
   const Following following{next, next_bytes, next_count};
 #if PUSH
   const Outgoing<true> line{group, rank, ranks};
@@ -320,9 +319,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
     stream<formats::OTHER>(all, norm, following, line, others, block - first_other,
-                           blocks - first_other, depth, shared);
+                           blocks - first_other, shared);
   else
     stream<formats::FORMAT>(all, norm, following, line, ~others & 7, block,
-                            IS_SAME ? blocks : first_other, depth, shared);
+                            IS_SAME ? blocks : first_other, shared);
 #endif
 }
