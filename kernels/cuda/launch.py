@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from voltapile.kernels.cuda.following import Following
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,6 @@ class Launcher(Protocol):
 
     multiprocessors: int
     arch: int  # compute capability as 70, 75, 90: of the machine code that runs
-    following: Following
 
     def kernel(self, instance: Instance) -> Kernel: ...
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from voltapile.kernels.cuda import clusters, gemm, records, stream, wide
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
-from voltapile.kernels.cuda.following import Span
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.norms import late_norm
 
@@ -115,16 +114,6 @@ class Launch:
         card = ops.multiprocessors, max_shared(ops.arch)
         task = stream.Task(pair, columns, tokens, own, rest, is_glu, *card)
         return cls(task, epilogue, others, _matrix_args(products))
-
-    @property
-    def key(self) -> int:
-        return int(self.matrices[0])
-
-    @property
-    def up(self) -> Span:
-        size = CHUNKS[self.task.pair[0]].bytes * self.task.columns // 256 * stream.ROWS
-        units = self.task.rows[0] // stream.ROWS if self.task.is_glu else 0
-        return Span(int(self.matrices[4]), size, units)
 
 
 def linear(
@@ -310,12 +299,10 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
-    following = ops.following.after(launch.key, launch.up, deal.blocks * deal.teams)
-    ends = gain, *shares, following.address, *map(np.int32, following[1:])
     ops.kernel(deal.instance(task.pair, bool(launch.line)))(
         (deal.blocks,),
         deal.threads,
-        (*launch.matrices, read, *map(np.int32, numbers), *ends, *launch.line),
+        (*launch.matrices, read, *map(np.int32, numbers), gain, *shares, *launch.line),
         shared=deal.shared,
     )
     return True

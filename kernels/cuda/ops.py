@@ -18,7 +18,6 @@ from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampli
 from voltapile.kernels.cuda.chunks import REPACKED
 from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.device import Device
-from voltapile.kernels.cuda.following import Following
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel, Launcher
 from voltapile.kernels.cuda.loader import Loader
 from voltapile.kernels.cuda.matmul import CUBLAS_FROM, EVERY_ROW_ALONE, FUSED_FROM, Policy
@@ -70,7 +69,6 @@ class CudaOps(CudaPositions, CudaCollectives):
             fused_from=int(found.get("fused_from", FUSED_FROM)),
             cublas_from=int(found.get("cublas_from", CUBLAS_FROM)),
         )
-        self.following = Following()
         self._step = (-1, 0)  # tokens of the step that began, and how many of them are generated
         self._scratch = Scratch(self.device, scratch_bytes)
         self._weights, self._uploader = Blocks(self.device, "weights"), Uploader(self.device)

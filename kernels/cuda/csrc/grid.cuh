@@ -30,11 +30,4 @@ __device__ __forceinline__ void prefetch(const void* address) {
 #endif
 }
 
-// The same for many bytes; address and size are multiples of 16. One thread calls.
-__device__ __forceinline__ void prefetch_all(const void* address, int bytes) {
-#if !defined(VP_EMULATION) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
-#endif
-}
-
 }  // namespace voltapile

@@ -78,34 +78,18 @@ struct Vectors {
   }
 };
 
-// What another product will read, for the cache, once this one has nothing more to ask memory for:
-// `count` units of `bytes`, a part of one for each warp.
-struct Following {
-  const std::uint8_t* from;
-  int bytes, count;
-
-  __device__ __forceinline__ void ask(int warp, int lane) const {
-    const int unit = blockIdx.x + threadIdx.x / (32 * WARPS) * gridDim.x, part = bytes / WARPS;
-    if (lane == 0 && unit < count)
-      prefetch_all(from + static_cast<long long>(unit) * bytes + warp * part, part);
-  }
-};
-
 // The next chunk of a warp that is to be fetched.
 template <class F>
 struct Ahead {
   using M = RingMemory<F>;
   using V = Vectors<F>;
-  static constexpr int NOWHERE = 0x7fffffff;
   const Units& units;
-  const Following& following;
   int unit, step, warp, lane, chunks, row_bytes, left = 0, tiles = 0;  // tiles of the unit to come
   const std::uint8_t* from;
   unsigned offsets[V::KEPT];  // of this lane's vectors from the chunk's first row
 
-  __device__ __forceinline__ Ahead(const Units& units, const Following& following, int unit,
-                                   int step, int warp, int lane)
-      : units(units), following(following), unit(unit - step), step(step), warp(warp), lane(lane),
+  __device__ __forceinline__ Ahead(const Units& units, int unit, int step, int warp, int lane)
+      : units(units), unit(unit - step), step(step), warp(warp), lane(lane),
         chunks(chunks_of<F>(units.all.k)), row_bytes(row_bytes_of<F>(units.all.k)) {
 #pragma unroll
     for (int turn = 0; turn < V::KEPT; ++turn) offsets[turn] = V::offset(lane, turn, row_bytes);
@@ -116,9 +100,6 @@ struct Ahead {
     if (unit < units.count) {
       if (left > 0) copy(place);
       if (--left <= 0) find();
-    } else if (unit < NOWHERE) {
-      unit = NOWHERE;
-      following.ask(warp, lane);
     }
     commit_copies();
   }
@@ -225,9 +206,8 @@ struct RowStarts {
 
 // All units of this block: those of the matrices in `mask`, dealt to blocks `block` of `blocks`.
 template <class F, class Line>
-__device__ __forceinline__ void stream(const Product& all, Norm norm, const Following& following,
-                                       const Line& line, unsigned mask, int block, int blocks,
-                                       std::uint8_t* shared) {
+__device__ __forceinline__ void stream(const Product& all, Norm norm, const Line& line,
+                                       unsigned mask, int block, int blocks, std::uint8_t* shared) {
   using M = RingMemory<F>;
   using Raw = typename M::Raw;
   const int lane = threadIdx.x & 31, warp_of_block = threadIdx.x >> 5;
@@ -245,7 +225,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Foll
   const Units units(all, mask);
   const int step = TEAMS * blocks;
   int unit = block + team * blocks;
-  Ahead<F> ahead(units, following, unit, step, warp, lane);
+  Ahead<F> ahead(units, unit, step, warp, lane);
   if (norm.gain != nullptr) norm.ask(all.k);
 #pragma unroll 1
   for (int i = -1; i < DEPTH; ++i) ahead.fetch(ring + i * Raw::SIZE);
@@ -295,8 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                   const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
                   const float* x, int k, int tokens, int epilogue, int others, int first_other,
-                  const float* gain, float eps, float share, const std::uint8_t* next,
-                  int next_bytes, int next_count
+                  const float* gain, float eps, float share
 #if PUSH
                   , const Group* group, int rank, int ranks
 #endif
@@ -309,7 +288,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      {weights2, bias2, out2, rows2}},
                     x, k, tokens, tokens, static_cast<Epilogue>(epilogue)};
   const Norm norm{gain, eps, share};
-  const Following following{next, next_bytes, next_count};
 #if PUSH
   const Outgoing<true> line{group, rank, ranks};
 #else
@@ -318,10 +296,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
-    stream<formats::OTHER>(all, norm, following, line, others, block - first_other,
+    stream<formats::OTHER>(all, norm, line, others, block - first_other,
                            blocks - first_other, shared);
   else
-    stream<formats::FORMAT>(all, norm, following, line, ~others & 7, block,
+    stream<formats::FORMAT>(all, norm, line, ~others & 7, block,
                             IS_SAME ? blocks : first_other, shared);
 #endif
 }

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda.compile import source_of
-from voltapile.kernels.cuda.following import Following
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
 from voltapile.kernels.cuda.submit import Arguments
 from voltapile.shm.formats import row_bytes
@@ -81,7 +80,6 @@ class EmulatedOps:
 
     def __init__(self, arch: int, folder: Path, max_shared: int) -> None:
         self.arch, self.max_shared = arch, max_shared
-        self.following = Following()
         self._folder = folder
         self._kept: list[DeviceArray] = []
         self.launched: list[tuple[Instance, tuple[int, ...], int]] = []

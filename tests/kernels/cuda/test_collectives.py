@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda.collectives import CudaCollectives
-from voltapile.kernels.cuda.following import Following
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance
 from voltapile.kernels.cuda.links import Islands, Links
 
@@ -22,7 +21,6 @@ class Alone(CudaCollectives):
         self.launched: list[str] = []
         self.instances: list[Instance] = []
         self.exact = exact
-        self.following = Following()
         report = np.zeros(2, np.uint32)
         self._links = Links(1, 0, ranks, Islands((tuple(range(ranks)),)), report)
         self._links.norms = self._links.pushes = True

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 from voltapile.kernels.cuda import group as launchers
 from voltapile.kernels.cuda import proof
-from voltapile.kernels.cuda.following import Following
 from voltapile.kernels.cuda.launch import DeviceArray
 from voltapile.kernels.cuda.links import ROOM, Islands, Links
 from voltapile.kernels.cuda.rows import NORM_ROWS
@@ -269,7 +268,7 @@ class Recorder(EmulatedOps):
         self.log: list[str] = []
         self.device: Any = self
         self.is_rehearsing = False
-        self.arch, self.max_shared, self.following = 90, 227 << 10, Following()
+        self.arch, self.max_shared = 90, 227 << 10
 
     def scratch(self, shape: Sequence[int], dtype: Any = np.float32) -> DeviceArray:
         return DeviceArray(256, tuple(shape), dtype)
