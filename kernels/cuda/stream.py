@@ -25,16 +25,16 @@ DEPTH = 2  # chunks of a warp that may be on their way at once; more measured no
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 MIXED = [("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q5_K", "Q6_K"), ("Q4_K", "Q8_0")]
 PAIRS = [*((name, name) for name in FORMATS), *MIXED]
-# Threads that a multiprocessor's registers suffice for: ours, or more, so that blocks of attention
-# have room to begin while a product ends. Measured: 396 tokens a second with 512 and 379 with 768
-# of an 8B in Q4_K_M (which then spills), 330 and 333 in Q8_0; that spills with 768 by now, not
-# with 640, which has not been timed.
-THREADS = {pair: 640 if pair == ("Q8_0", "Q8_0") else 512 for pair in PAIRS}
+# Threads that a multiprocessor's registers suffice for: a block's own, so up to 128 registers each.
+# Fewer leave attention's blocks more room to begin while a product ends, and were slower on an
+# H200: an 8B in Q8_0 gave 357 tokens a second with 512 and 340 with 640, in Q4_K_M 396 with 512 and
+# 379 with 768, which spills.
+THREADS = 512
 
 
 def _instance(pair: tuple[str, str], teams: int, warps: int = WARPS) -> Instance:
     defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH, "TEAMS": teams, "WARPS": warps}
-    defines |= {"THREADS": THREADS[pair], "TILES": 1, "MANY": 0}
+    defines |= {"THREADS": THREADS, "TILES": 1, "MANY": 0}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_stream.cu", "matmul_stream", named, is_exact=True, waits=True)
 
