@@ -28,18 +28,17 @@ __device__ __forceinline__ void norm_of_any(const float* x, const float* weight,
 }
 
 // grid: (runs); a block for each run of n values: with n a multiple of 4 no more than 4 HELD times
-// as many as there are threads. What is read from far away is asked for at once. The weights' own
-// norm comes first from sm_90 on, while the kernel before this one ends: then code is there when x
-// is. Bits are those of norm_row.cuh, as products make them that norm what they read.
+// as many as there are threads. What is read from far away is asked for at once. Bits are
+// those of norm_row.cuh, as products make them that norm what they read.
 extern "C" __global__ void __launch_bounds__(1024)
 rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps, int accumulate) {
-  __shared__ float scratch[2][64];
+  __shared__ float scratch[64];
   grid_launch();
   x += static_cast<long long>(blockIdx.x) * n;
   out += static_cast<long long>(blockIdx.x) * n;
   if (n % 4 != 0) {
     grid_wait();
-    norm_of_any(x, weight, out, n, eps, accumulate, scratch[0]);
+    norm_of_any(x, weight, out, n, eps, accumulate, scratch);
     return;
   }
   const float4* x4 = reinterpret_cast<const float4*>(x);
@@ -55,35 +54,30 @@ rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps,
     const int at = first + i / 2 * step + i % 2;
     w[i] = at < count ? w4[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-#pragma unroll 1
-  for (bool is_now = VP_ARCH < 900, has_run = false; !has_run; has_run = is_now, is_now = true) {
-    if (is_now) grid_wait();
-    const float4* from = is_now ? x4 : w4;
-    float* sums = scratch[is_now];
+  grid_wait();
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      const int at = first + i / 2 * step + i % 2;
-      v[i] = at < count ? from[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+  for (int i = 0; i < HELD; ++i) {
+    const int at = first + i / 2 * step + i % 2;
+    v[i] = at < count ? x4[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
 #pragma unroll
-    for (int i = 0; i < HELD; i += 2) {
-      const float sum = warp_join(squares_of(v[i], v[i + 1]), Add());
-      const int run = warp + i / 2 * warps;
-      if (lane == 0 && run < runs) sums[run] = sum;
-    }
-    __syncthreads();
-    const float norm = norm_factor(sums, runs, inverse, eps, lane);
+  for (int i = 0; i < HELD; i += 2) {
+    const float sum = warp_join(squares_of(v[i], v[i + 1]), Add());
+    const int run = warp + i / 2 * warps;
+    if (lane == 0 && run < runs) scratch[run] = sum;
+  }
+  __syncthreads();
+  const float norm = norm_factor(scratch, runs, inverse, eps, lane);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      const int at = first + i / 2 * step + i % 2;
-      float4 y = scaled(scaled(v[i], w[i]), norm);
-      if (!is_now || at >= count) continue;
-      if (accumulate) {
-        const float4 old = out4[at];
-        y = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);
-      }
-      out4[at] = y;
+  for (int i = 0; i < HELD; ++i) {
+    const int at = first + i / 2 * step + i % 2;
+    if (at >= count) break;
+    float4 y = scaled(scaled(v[i], w[i]), norm);
+    if (accumulate) {
+      const float4 old = out4[at];
+      y = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);
     }
+    out4[at] = y;
   }
 }
 

@@ -3,11 +3,9 @@
 // Both add to the streams what the layer's half before computed; stream_up keeps the sum.
 //
 // All in float32; a sum's order knows its matrix alone, so that a row's bits depend on no company.
-// Code is kept short where it runs once: a layer's kernels push each other's out of caches. It runs
-// once in vain while the kernel before ends, so that it is there when streams are.
+// Code is kept short where it runs once: a layer's kernels push each other's out of caches.
 // -D FORMAT of the three matrices; ROWS of a block of stream_down; TOKENS of a block.
 #include "attention_copies.cuh"
-#include "early.cuh"
 #include "grid.cuh"
 #include "row_sums.cuh"
 #include "stream_share.cuh"
@@ -147,10 +145,9 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
   const float inverse = 1.0f / width;
   const int first_token = blockIdx.y * TOKENS;
   const int end = TOKENS == 1 ? first_token + 1 : min(tokens, first_token + TOKENS);
+  grid_wait();
 #pragma unroll 1
-  for (int begin = first_token - (STARTS_EARLY ? PASS : 0); begin < end; begin += PASS) {
-    const bool is_now = begin >= first_token;  // else the norm's weights stand for tokens
-    if (begin == first_token) grid_wait();
+  for (int begin = first_token; begin < end; begin += PASS) {
     const int here = PASS == 1 ? 1 : min(PASS, end - begin);
     float own[PASS][EIGHT], squares[PASS];
 #pragma unroll
@@ -158,12 +155,11 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
       squares[t] = 0.0f;
       if (t >= here) continue;
       const int token = begin + t;
-      eight_of((is_now ? x + static_cast<long long>(token) * STREAMS * width : norm) + at, own[t]);
+      eight_of(x + static_cast<long long>(token) * STREAMS * width + at, own[t]);
       if (y_before != nullptr) {
         float added[EIGHT];
-        eight_of((is_now ? y_before + token * width : norm) + (at - stream * width), added);
-        const float* inject = is_now ? inject_before + token * STREAMS : norm;
-        const float share = share_of(inject[stream], STREAMS);
+        eight_of(y_before + token * width + (at - stream * width), added);
+        const float share = share_of(inject_before[token * STREAMS + stream], STREAMS);
 #pragma unroll
         for (int i = 0; i < EIGHT; ++i) own[t][i] = fmaf(share, added[i], own[t][i]);
       }
@@ -173,7 +169,7 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
         own[t][i] *= weight[i];
       }
     }
-    __syncthreads();  // sums may still be read
+    if (begin > first_token) __syncthreads();  // sums may still be read
     float mine[PASS][SUMS] = {};
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -208,9 +204,9 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
           if (w + n < warps) square += sums[i][w + n][ROWS], sum += sums[i][w + n][r];
       const float factor = inverse_root(fmaf(square, inverse, eps));
       const int place = (begin + i) * STREAMS + stream;
-      if (is_now && r < ROWS && first + r < all)
+      if (r < ROWS && first + r < all)
         parts[static_cast<long long>(place) * all + first + r] = sum * factor;
-      if (is_now && first == 0 && r == ROWS) factors[place] = factor;
+      if (first == 0 && r == ROWS) factors[place] = factor;
     }
   }
 }
@@ -256,62 +252,54 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
     for (int n = 0; n < KEPT; ++n)
       kept[n] = find(min(static_cast<int>(threadIdx.x + n * blockDim.x), items - 1));
   }
+  grid_wait();
+  float* streams = x + static_cast<long long>(token) * STREAMS * width + column;
+  const float added = y_before != nullptr ? y_before[token * width + column] : 0.0f;
+  float value[STREAMS], share[STREAMS], factor[STREAMS];
+#pragma unroll
+  for (int s = 0; s < STREAMS; ++s) {
+    value[s] = streams[s * width];
+    share[s] = y_before != nullptr ? inject_before[token * STREAMS + s] : 0.0f;
+    factor[s] = factors[token * STREAMS + s];
+  }
 #pragma unroll 1
-  for (bool is_now = !STARTS_EARLY, is_done = false; !is_done; is_done = is_now, is_now = true) {
-    if (is_now) grid_wait();  // before that the norm's weights stand for all
-    float* streams = x + static_cast<long long>(token) * STREAMS * width + column;
-    const float* from = is_now ? streams : norm + column;
-    const float* shares = is_now ? inject_before + token * STREAMS : norm;
-    const float* norms = is_now ? factors + token * STREAMS : norm;
-    float added = 0.0f, value[STREAMS], share[STREAMS], factor[STREAMS];
-    if (y_before != nullptr) added = *(is_now ? y_before + token * width + column : from);
+  for (int i = threadIdx.x; i < here * low; i += blockDim.x) {
+    const Place place(i, low);
+    const float sum = scale * sum_of_streams(parts, begin + place.t, all, place.i);
+    lows[i] = sum * sigmoid(sum);
+  }
+  if (blockIdx.x == 0)
+#pragma unroll 1
+    for (int i = threadIdx.x; i < here * injects; i += blockDim.x) {
+      const Place place(i, injects);
+      injected[begin * injects + i] = sum_of_streams(parts, begin + place.t, all, low + place.i);
+    }
+  if (y_before != nullptr) {
 #pragma unroll
     for (int s = 0; s < STREAMS; ++s) {
-      value[s] = from[s * width];
-      share[s] = y_before != nullptr ? shares[s] : 0.0f;
-      factor[s] = norms[s];
+      value[s] = fmaf(share_of(share[s], STREAMS), added, value[s]);
+      if (joins) streams[s * width] = value[s];
     }
-    const float* sums = is_now ? parts + begin * STREAMS * all : norm;
-    const int apart = is_now ? all : 0;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < here * low; i += blockDim.x) {
-      const Place place(i, low);
-      const float sum = scale * sum_of_streams(sums, place.t, apart, is_now ? place.i : 0);
-      lows[i] = sum * sigmoid(sum);
-    }
-    if (blockIdx.x == 0 && is_now)
-#pragma unroll 1
-      for (int i = threadIdx.x; i < here * injects; i += blockDim.x) {
-        const Place place(i, injects);
-        injected[begin * injects + i] = sum_of_streams(sums, place.t, all, low + place.i);
-      }
-    if (y_before != nullptr) {
-#pragma unroll
-      for (int s = 0; s < STREAMS; ++s) {
-        value[s] = fmaf(share_of(share[s], STREAMS), added, value[s]);
-        if (joins && is_now) streams[s * width] = value[s];
-      }
-    }
-    if constexpr (IS_STAGED && KEPT == 0) wait_for_copies<0>();
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < KEPT; ++n)
-      multiply_item(kept[n], lows, low, here, gates + kept[n].to, rows);
-#pragma unroll 1
-    for (int i = threadIdx.x + KEPT * blockDim.x; i < items; i += blockDim.x) {
-      const Item item = find(i);
-      multiply_item(item, lows, low, here, gates + item.to, rows);
-    }
-    __syncthreads();
-    float mean = 0.0f, gate[STREAMS] = {};
-    const float* own_gates = gates + mine.t * rows + mine.i;
-#pragma unroll 2
-    for (int piece = 0; piece < pieces; ++piece, own_gates += TOKENS * rows)
-#pragma unroll
-      for (int s = 0; s < STREAMS; ++s) gate[s] += own_gates[s * own];
-#pragma unroll
-    for (int s = 0; s < STREAMS; ++s)
-      mean += value[s] * (weight[s] * factor[s]) * sigmoid(gate[s]);
-    if (joins && is_now) out[token * width + column] = mean / STREAMS;
   }
+  if constexpr (IS_STAGED && KEPT == 0) wait_for_copies<0>();
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < KEPT; ++n)
+    multiply_item(kept[n], lows, low, here, gates + kept[n].to, rows);
+#pragma unroll 1
+  for (int i = threadIdx.x + KEPT * blockDim.x; i < items; i += blockDim.x) {
+    const Item item = find(i);
+    multiply_item(item, lows, low, here, gates + item.to, rows);
+  }
+  __syncthreads();
+  if (!joins) return;
+  float mean = 0.0f, gate[STREAMS] = {};
+  const float* own_gates = gates + mine.t * rows + mine.i;
+#pragma unroll 2
+  for (int piece = 0; piece < pieces; ++piece, own_gates += TOKENS * rows)
+#pragma unroll
+    for (int s = 0; s < STREAMS; ++s) gate[s] += own_gates[s * own];
+#pragma unroll
+  for (int s = 0; s < STREAMS; ++s) mean += value[s] * (weight[s] * factor[s]) * sigmoid(gate[s]);
+  out[token * width + column] = mean / STREAMS;
 }
