@@ -211,7 +211,7 @@ def test_bias_and_residual(cuda: Any, put: Any, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("outlier", [1e4, 1e10, 1e30])
-@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "F16"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16"])
 def test_outliers(cuda: Any, put: Any, name: str, outlier: float, way: str) -> None:
     weight, values = weight_of(cuda, name, 65, 512)
     x = activations(4, 512)

@@ -152,7 +152,8 @@ struct Alone<formats::Q8_0> {
                                                   const int (&at)[Tile::ROWS],
                                                   const std::uint8_t* token, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
-    Groups<true> groups(token, token + BlockTokens<F>::ZEROS, tile);
+    using T = BlockTokens<F>;
+    Groups<true> groups(token, token + T::ZEROS, tile);
     Words words[2][2];
     float sum[2], scale[2][2], of_group[2][2];
 #pragma unroll
@@ -170,14 +171,17 @@ struct Alone<formats::Q8_0> {
       groups.add(k, a[0], a[1]);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) of_group[i / 2][i & 1] = groups.sum_of(i / 2, i & 1);
+    for (int i = 0; i < 2; ++i) {
+      const float2 up = reinterpret_cast<const float2*>(token + T::SUMS)[groups.run];
+      of_group[i][0] = groups.sum_of(i, 0) * up.x, of_group[i][1] = groups.sum_of(i, 1) * up.y;
+    }
     groups.join(tile, sum, [&](int i, float all) {
       return fmaf(scale[i][1], of_group[i][1], fmaf(scale[i][0], of_group[i][0], all));
     });
-    const float factor = *reinterpret_cast<const float*>(token + BlockTokens<F>::SCALE);
+    const float factor = *reinterpret_cast<const float*>(token + T::SCALE);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      part[0][2 * i] = factor * (sum[i] * 0x1p-24f);
+      part[0][2 * i] = factor * sum[i];
       part[0][2 * i + 1] = 0;
     }
   }

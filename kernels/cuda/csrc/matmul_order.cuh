@@ -3,6 +3,7 @@
 #pragma once
 #include "formats/registry.h"
 #include "matmul_tokens.cuh"
+#include "matmul_words.cuh"
 
 namespace voltapile {
 
@@ -17,7 +18,8 @@ __device__ __forceinline__ unsigned word_of(const uint4& v, int k) {
 
 // Unit j (0..7) of lane p (0..3) is four columns from column(j, p) on and four from APART later.
 // EXACT_BITS: of tokens that are whole numbers times 2^-24, so many that sums of a group of 32 are
-// exact on whichever tensor core; 0 where tokens keep all bits of a half.
+// exact on whichever tensor core; 0 where tokens keep all bits of a half. OF_GROUPS: each group has
+// so many bits of its own, so that an outlier takes none from more than its group.
 template <class F>
 struct Order {
   static constexpr bool IS_BLOCK = false, SUMS = false;
@@ -29,6 +31,7 @@ template <>
 struct Order<formats::Q4_K> {
   static constexpr bool IS_BLOCK = true, SUMS = true, NATURAL = false, TURNS = true;
   static constexpr int APART = IS_ASYNC ? 4 : 32, EXACT_BITS = IS_ASYNC ? 14 : 0;
+  static constexpr bool OF_GROUPS = false;
   static __device__ __forceinline__ int column(int j, int p) {
     return IS_ASYNC ? 32 * j + 8 * p
                     : 128 * (j >> 2) + 64 * (p >> 1) + 16 * (p & 1) + 4 * (j & 3);
@@ -40,6 +43,7 @@ template <>
 struct Order<formats::Q6_K> {
   static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = false, TURNS = false;
   static constexpr int APART = 64, EXACT_BITS = 0;
+  static constexpr bool OF_GROUPS = false;
   static __device__ __forceinline__ int column(int j, int p) {
     return 128 * (p >> 1) + 32 * (j & 1) + 16 * (p & 1) + 4 * (((j >> 1) + p) & 3);
   }
@@ -55,6 +59,7 @@ template <>
 struct Order<formats::Q8_0> {
   static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = true, TURNS = false;
   static constexpr int APART = 4, EXACT_BITS = IS_ASYNC ? 12 : 0;
+  static constexpr bool OF_GROUPS = IS_ASYNC;
   static __device__ __forceinline__ int column(int j, int p) { return 32 * j + 8 * p; }
 };
 
@@ -67,6 +72,7 @@ struct Order<formats::Q8_0> {
 //   groups  [8][2] its upper bytes, its lower ones: 32, of which the second 16 come first in every
 //           other pair of groups, if the order TURNS: so lanes meet no bank of those of weights
 //   zeros   16 behind the scale
+// and, if its groups have bits of their own, with their scales in the place of sums: floats.
 template <class F>
 struct BlockTokens {
   using O = Order<F>;
@@ -115,7 +121,9 @@ struct BlockTokens {
   }
   // The whole warp puts what it loaded to its place.
   __device__ __forceinline__ void put(int token, float4 a, float4 b, int lane) const {
-    const float largest = largest_of_warp(larger_of(largest_of(a), largest_of(b)));
+    const float own_largest = larger_of(largest_of(a), largest_of(b));
+    if constexpr (O::OF_GROUPS) return put_groups(token, a, b, own_largest, lane);
+    const float largest = largest_of_warp(own_largest);
     const float2 scale =
         IS_EXACT ? exact_scales_for<O::EXACT_BITS>(largest) : scales_for(largest);
     Unit unit;
@@ -150,6 +158,30 @@ struct BlockTokens {
   }
 
  private:
+  // Lane / 4 is the group. Alone, whole numbers stay as they are, and their sums are moved up.
+  __device__ __forceinline__ void put_groups(int token, float4 a, float4 b, float largest,
+                                             int lane) const {
+    static_assert(!O::SUMS);
+    largest = larger_of(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = larger_of(largest, __shfl_xor_sync(~0u, largest, 2));
+    const GroupScale by = exact_scale_of<O::EXACT_BITS>(largest, largest_of_warp(largest));
+    Unit unit;
+    pack_four<O::NATURAL>(a, by.scale, unit.r, nullptr);
+    pack_four<O::NATURAL>(b, by.scale, unit.r + 2, nullptr);
+    std::uint8_t* own = memory + token * PER_TOKEN;
+    if (is_alone()) {
+      put_bytes(own, unit, lane);
+      if ((lane & 3) == 0)
+        reinterpret_cast<float*>(own + SUMS)[lane >> 2] =
+            __uint_as_float(static_cast<unsigned>(by.up + 103) << 23);  // 2^(up - 24)
+    } else {
+      const unsigned up = static_cast<unsigned>(by.up + 15) * 0x04000400;  // twice, as halves
+#pragma unroll
+      for (int i = 0; i < 4; ++i) unit.r[i] = half_mul(unit.r[i], up);
+      reinterpret_cast<uint4*>(own)[lane] = uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
+    }
+    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = by.inverse;
+  }
 #if VP_ARCH >= 800
   // On the tensor core: a matrix of one number makes sums of the columns of group lane / 4, which
   // are this lane's and its neighbours'. Lane p has those of groups 2 p and 2 p + 1.

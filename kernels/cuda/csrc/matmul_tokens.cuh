@@ -69,6 +69,21 @@ __device__ __forceinline__ float2 exact_scales_for(float largest) {
           __uint_as_float(inverse)};
 }
 
+// The same where each group of a chunk has as many bits of its own, unless its values are more than
+// 2^15 below the chunk's largest. Multiples of 2^-24 times 2^up are halves of the chunk's scale.
+struct GroupScale {
+  float scale, inverse;  // the inverse is the chunk's: of what the halves are
+  int up;                // 0 to 15
+};
+template <int BITS>
+__device__ __forceinline__ GroupScale exact_scale_of(float of_group, float of_chunk) {
+  const int e = max(static_cast<int>(__float_as_uint(of_chunk) >> 23), 27), least = e - 15;
+  const int own = max(static_cast<int>(__float_as_uint(of_group) >> 23), least);
+  const unsigned inverse = e < 229 + BITS ? static_cast<unsigned>(e + 10 - BITS) << 23 : 0x7fc00000;
+  return {__uint_as_float(static_cast<unsigned>(max(229 + BITS - own, 0)) << 23),
+          __uint_as_float(inverse), own - least};
+}
+
 // Four values to two registers, and the sum of what they became.
 template <bool NATURAL>
 __device__ __forceinline__ float pack_four(float4 v, float scale, unsigned* high, unsigned* low) {

@@ -27,24 +27,44 @@ ARCHS = (70, 75, 80)
 FEW = [("Q4_K", 70), ("Q6_K", 70), ("Q8_0", 70), ("F16", 70), ("Q4_K", 80), ("Q6_K", 75)]
 ALL = [(name, arch) for arch in ARCHS for name in CHUNKS]
 FLOATS = ("F32", "F16", "BF16")
+# Bits of an activation against the largest of so many columns (EXACT_BITS, OF_GROUPS).
+GRIDS = {"Q4_K": [(14, 256)], "Q5_K": [(13, 256)], "Q8_0": [(12, 32), (27, 256)]}
 
 
 def ops_of(arch: int, folder: Path) -> EmulatedOps:
     return EmulatedOps(arch, folder, max_shared(arch))
 
 
+def largest_of_runs(x: np.ndarray, run: int) -> np.ndarray:
+    """One number for each run of columns, the last of which may be shorter."""
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % run)))
+    return np.asarray(padded.reshape(len(x), -1, run).max(2))
+
+
+def grid_error(x: np.ndarray, weights: np.ndarray, bits: int, run: int) -> np.ndarray:
+    """Of activations that are off by 2^-bits of their run's largest at most, each in its own
+    direction: evenly spread they are off by 0.58 of that, so 4 times are seven deviations."""
+    padded = np.pad(weights, ((0, 0), (0, -weights.shape[1] % run)))
+    squares = np.square(padded).reshape(len(weights), -1, run).sum(2)
+    off = 2.0**-bits * largest_of_runs(x, run)
+    return np.asarray(4 * np.sqrt(np.square(off) @ squares.T))
+
+
 def tolerance(x: np.ndarray, weights: np.ndarray, name: str, is_many: bool = False) -> np.ndarray:
-    """An activation is off by 2^-11 of itself, or 2^-39 of its row's largest; a weight as a half by
-    as much again; sums in float32 by 2^-24 for each of at most 64 + K / 32 roundings. What is not
-    quantised keeps two halves: 2^-21. Where sums of groups are exact (csrc/matmul_order.cuh) one
-    activation may be off by 2^-13 of its chunk's largest, but not all by as much in one direction.
+    """An activation is off by 2^-11 of itself, or 2^-39 of its row's largest; a weight as a half, in
+    Q6_K always, by as much again; sums in float32 by 2^-24 for each of at most 64 + K / 32
+    roundings. What is not quantised keeps two halves: 2^-21. Where sums of groups are exact
+    (csrc/matmul_order.cuh) an activation may be off by 2^-bits of its run's largest, too (GRIDS).
     """
     x = np.abs(x.astype(np.float64))
     size = x @ np.abs(weights).T
-    half = 2.0**-21 if name in FLOATS else 2.0**-11 * (2 if is_many else 1)
+    half = 2.0**-21 if name in FLOATS else 2.0**-11 * (2 if is_many or name == "Q6_K" else 1)
     floor = x.max(1, keepdims=True) * np.abs(weights).sum(1) * 2.0**-39
     tiny = x.sum(1, keepdims=True) * 2.0**-25 if is_many else 0  # denormal halves of weights
-    return size * (half + (64 + x.shape[1] / 32) * 2.0**-24) + floor + tiny + 1e-37
+    off = size * (half + (64 + x.shape[1] / 32) * 2.0**-24) + floor + tiny + 1e-37
+    for bits, run in () if is_many else GRIDS.get(name, ()):
+        off += grid_error(x, weights, bits, run)
+    return off
 
 
 def product(
@@ -130,6 +150,7 @@ def test_a_token_that_is_alone_has_the_bits_of_one_in_company(
     raw, x = random_raw(name, 48, columns), activations(4, columns)
     x[1, 200] = 5e3  # an outlier
     x[1, 256:512] = 0
+    x[0] *= np.repeat(np.float32(2.0) ** -np.arange(columns // 32), 32)  # groups of every size
     x[2, 77], x[3, -20] = np.inf, np.nan
     x *= np.float32(size)
     weight = ops.weight(raw, name, (48, columns))
@@ -213,20 +234,41 @@ def test_bias_and_residual(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(cublas_from=1)], ids=["rows", "library"])
-@pytest.mark.parametrize("outlier", [1e4, 1e10, 1e30])
-def test_outliers(outlier: float, policy: Policy, folder: Path) -> None:
+@pytest.mark.parametrize("outlier", [300, 1e4, 1e10, 1e30])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0"])
+def test_outliers(name: str, outlier: float, policy: Policy, folder: Path) -> None:
     ops = ops_of(80, folder)
-    raw, x = random_raw("Q4_K", 33, 512), activations(4, 512)
-    weights = values_of(raw, "Q4_K", 33)
+    raw, x = random_raw(name, 65, 512), activations(4, 512)
+    weights = values_of(raw, name, 65)
     x[1, 77] = outlier
     x[2] = 0
     x[3] = 1e-42
-    got = product(ops, raw, "Q4_K", 33, x, policy)
+    got = product(ops, raw, name, 65, x, policy)
     error = np.abs(got - x.astype(np.float64) @ weights.T)
     # a row is never scaled as if its largest value were below 2^-100
     floor = np.abs(weights).sum(-1) * 2.0**-125
-    assert (error <= tolerance(x, weights, "Q4_K", True) + floor).all()
+    assert (error <= tolerance(x, weights, name, policy.cublas_from == 1) + floor).all()
     assert (got[2] == 0).all()
+
+
+@pytest.mark.parametrize("outlier", [3e3, 1e30])
+def test_an_outlier_takes_bits_of_its_group_alone(outlier: float, folder: Path) -> None:
+    """In Q8_0: its neighbours keep 12 bits up to 2^15 below it."""
+    ops = ops_of(80, folder)
+    raw, x = random_raw("Q8_0", 48, 512), activations(2, 512)
+    x *= np.float32(outlier * 2.0**-14) / np.abs(x).max(1, keepdims=True)
+    x[1] = x[0]
+    x[1, 77] = outlier
+    raw = raw.reshape(48, 16, 34)
+    raw[:, 2, 2:] = 0  # its group's weights
+    weights = values_of(raw.reshape(-1), "Q8_0", 48)
+    got = product(ops, raw.reshape(-1), "Q8_0", 48, x, matmul.EVERY_ROW_ALONE)
+    assert (
+        np.abs(got - x[:1].astype(np.float64) @ weights.T) <= tolerance(x[:1], weights, "Q8_0")
+    ).all()
+    for row, together in zip(x[:, None], got, strict=True):
+        alone = product(ops, raw.reshape(-1), "Q8_0", 48, row, matmul.EVERY_ROW_ALONE)
+        np.testing.assert_array_equal(alone[0], together)
 
 
 def test_what_is_not_finite_shows_in_its_row_alone(folder: Path) -> None:
