@@ -51,10 +51,10 @@ def grid_error(x: np.ndarray, weights: np.ndarray, bits: int, run: int) -> np.nd
 
 
 def tolerance(x: np.ndarray, weights: np.ndarray, name: str, is_many: bool = False) -> np.ndarray:
-    """An activation is off by 2^-11 of itself, or 2^-39 of its row's largest; a weight as a half, in
-    Q6_K always, by as much again; sums in float32 by 2^-24 for each of at most 64 + K / 32
-    roundings. What is not quantised keeps two halves: 2^-21. Where sums of groups are exact
-    (csrc/matmul_order.cuh) an activation may be off by 2^-bits of its run's largest, too (GRIDS).
+    """An activation is off by 2^-11 of itself, or 2^-39 of its row's largest; a weight as a half,
+    which those of Q6_K always are, by as much again; sums in float32 by 2^-24 for each of at most
+    64 + K / 32 roundings. What is not quantised keeps two halves: 2^-21. Where sums of groups are
+    exact (csrc/matmul_order.cuh) an activation may be off by 2^-bits of its run's largest, too.
     """
     x = np.abs(x.astype(np.float64))
     size = x @ np.abs(weights).T
