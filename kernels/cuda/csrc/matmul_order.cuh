@@ -165,22 +165,22 @@ struct BlockTokens {
     largest = larger_of(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = larger_of(largest, __shfl_xor_sync(~0u, largest, 2));
     const GroupScale by = exact_scale_of<O::EXACT_BITS>(largest, largest_of_warp(largest));
+    std::uint8_t* own = memory + token * PER_TOKEN;
+    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = by.inverse;
     Unit unit;
     pack_four<O::NATURAL>(a, by.scale, unit.r, nullptr);
     pack_four<O::NATURAL>(b, by.scale, unit.r + 2, nullptr);
-    std::uint8_t* own = memory + token * PER_TOKEN;
     if (is_alone()) {
-      put_bytes(own, unit, lane);
       if ((lane & 3) == 0)
         reinterpret_cast<float*>(own + SUMS)[lane >> 2] =
             __uint_as_float(static_cast<unsigned>(by.up + 103) << 23);  // 2^(up - 24)
+      put_bytes(own, unit, lane);
     } else {
       const unsigned up = static_cast<unsigned>(by.up + 15) * 0x04000400;  // twice, as halves
 #pragma unroll
       for (int i = 0; i < 4; ++i) unit.r[i] = half_mul(unit.r[i], up);
       reinterpret_cast<uint4*>(own)[lane] = uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
     }
-    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = by.inverse;
   }
 #if VP_ARCH >= 800
   // On the tensor core: a matrix of one number makes sums of the columns of group lane / 4, which
