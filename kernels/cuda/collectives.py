@@ -17,7 +17,7 @@ from voltapile.kernels.cuda import gemm, group, rows
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.links import Links
 from voltapile.kernels.cuda.matmul import PLAIN
-from voltapile.kernels.cuda.norms import LateNorms
+from voltapile.kernels.cuda.norms import LateNorms, late_norm
 from voltapile.kernels.cuda.pushing import Unlaunched, can_send, product_of
 from voltapile.kernels.ops import Arrival, Weight
 
@@ -90,9 +90,11 @@ class CudaCollectives:
         normed = self._norm_late(x, weight, eps)
         return self._norms.norm(self._launcher(), x, weight, eps) if normed is None else normed
 
-    def _changes(self, x: DeviceArray | None) -> None:
-        """Before something is added to x."""
+    def _changes(self, x: DeviceArray | None, read: DeviceArray | None = None) -> None:
+        """Before something is added to x. read: what that is made of, in case it is a late norm."""
         if x is not None:
+            if (late := None if read is None else late_norm(read)) is not None:
+                late.make()
             self._norms.change(x)
 
     def all_reduce(

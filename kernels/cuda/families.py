@@ -139,14 +139,15 @@ class CudaFamilies:
         width: int,
         eps: float,
     ) -> tuple[DeviceArray, DeviceArray | None]:
-        """Rows that must have the bits that they have alone take kernels of their own."""
-        if before is None and self._added is not None and is_same(self._added[0], x):
-            (_, *late), self._added = self._added, None
-            before = late[0], late[1]
+        """Rows that must have the bits that they have alone take kernels of their own. What is late
+        may lie in memory that is free already: only those kernels see to that."""
         if not mixes.fits(self, mix, width):
             return stream_in(self, x, before, mix, width, eps)  # type: ignore[arg-type]
         alone = self.rows_alone(x)
         if alone is None or alone >= len(x):
+            if before is None and self._added is not None and is_same(self._added[0], x):
+                (_, *late), self._added = self._added, None
+                before = late[0], late[1]
             injects = None if mix.inject is None else self.scratch((len(x), mix.inject.shape[0]))
             outs = self.scratch((len(x), width)), injects
             mixes.stream_in(self, x, before, mix, outs, eps)

@@ -85,7 +85,7 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
         add_to: DeviceArray | None = None,
         shared: SharedExpert | None = None,
     ) -> DeviceArray:
-        self._changes(add_to)
+        self._changes(add_to, x)
         return super().experts(x, routing, table, add_to, shared)
 
     def linears(

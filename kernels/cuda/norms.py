@@ -31,22 +31,28 @@ class Normed(DeviceArray):
 
     @property
     def ptr(self) -> int:
-        if self.is_late:
-            assert not self._is_lost, "the rows of this norm have changed"
-            self.is_late = False
-            rows.rms_norm(self._ops, self.x, self.weight, self.eps, out=self._place)
+        self.make()
         return self._place.ptr
 
     @ptr.setter
     def ptr(self, value: int) -> None:
         assert value == self._place.ptr, "an array stays where it is"
 
+    def make(self) -> None:
+        if self.is_late:
+            self.assert_kept()
+            self.is_late = False
+            rows.rms_norm(self._ops, self.x, self.weight, self.eps, out=self._place)
+
     def take(self) -> int:
         """Where it goes, for a kernel that computes it on the way."""
         assert self.is_late
-        assert not self._is_lost, "the rows of this norm have changed"
+        self.assert_kept()
         self.is_late = False
         return self._place.ptr
+
+    def assert_kept(self) -> None:
+        assert not self._is_lost, "the rows of this norm have changed"
 
     def lose(self) -> None:
         self._is_lost = True
@@ -82,4 +88,7 @@ class LateNorms:
 
 
 def late_norm(x: DeviceArray) -> Normed | None:
-    return x if isinstance(x, Normed) and x.is_late else None
+    if not isinstance(x, Normed) or not x.is_late:
+        return None
+    x.assert_kept()
+    return x

@@ -278,7 +278,7 @@ class CudaOps(CudaPositions, CudaCollectives):
             is_fused = policy.way(len(x)) == "fused"
             if (late := self._product_late(x, own, own_bias, is_fused)) is not None:
                 return late
-        self._changes(add_to)
+        self._changes(add_to, x)
         return matmul.linear(self, x, own, own_bias, add_to, policy)
 
     def linears(

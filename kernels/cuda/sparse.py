@@ -107,7 +107,9 @@ def index_store(
         return
     where = table.shape[1], len(cache.ring)
     tables, long_rows = (table, batch.slots, batch.positions), batch.long_rows
-    stores = long_rows == 0 if long_rows >= 0 else tokens <= MAX_PROVISIONAL
+    is_short = long_rows == 0 if long_rows >= 0 else tokens <= MAX_PROVISIONAL
+    # One launch, if no token takes the place of a key that another one of its slot reads.
+    stores = is_short and cache.block + MAX_PROVISIONAL <= INDEX_RING
     ops.kernel(POOL)(
         (tokens,),
         128,

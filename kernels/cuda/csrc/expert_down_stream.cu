@@ -28,15 +28,16 @@ struct Present {
   int ranks[MOST_USED], count;
 
   // By each warp for itself, with the same result: then loads come first, and nobody waits.
+  // Before the wait, so past the first cache, which may hold an earlier layer's.
   __device__ __forceinline__ void find(const Experts& experts, const int* chosen,
                                        const float* shares, int used) {
     const int lane = threadIdx.x & 31;
-    const Expert* own = lane < used ? experts.find(chosen[lane]) : nullptr;
+    const Expert* own = lane < used ? experts.find(__ldcg(chosen + lane)) : nullptr;
     const unsigned there = __ballot_sync(~0u, own != nullptr);
     const int at = __popc(there & ((1u << lane) - 1));
     if (own != nullptr) {
       down[at] = own->matrices[DOWN];
-      weights[at] = shares[lane];
+      weights[at] = __ldcg(shares + lane);
       ranks[at] = lane;
     }
     if (lane == 0) count = __popc(there);

@@ -171,15 +171,25 @@ def test_rows_that_have_changed_are_not_normed(ops: EmulatedOps) -> None:
     assert other.ptr
 
 
-@pytest.mark.parametrize(("model", "launched"), [("qwen3-8b-q4km", 0), ("qwen3-30b-a3b-q4km", 48)])
+STEPS = [
+    ("qwen3-8b-q4km", "", 0),
+    ("qwen3-30b-a3b-q4km", "", 48),
+    ("qwen3-30b-a3b-q4km", "Q8_0", 48),
+]
+
+
+@pytest.mark.parametrize(("model", "router", "launched"), STEPS)
 def test_norms_that_a_step_launches(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, model: str, launched: int
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, model: str, router: str, launched: int
 ) -> None:
-    """Those before experts, which cannot norm what they read. On an sm_80 that is not there."""
+    """Those before experts, which cannot norm what they read, whichever product routes. On an sm_80
+    that is not there."""
     device = importlib.import_module("voltapile.kernels.cuda.device").Device
     arch = property(lambda self: stream.ARCH, lambda self, value: None)
     monkeypatch.setattr(device, "arch", arch, raising=False)
     engine, shapes, launch = engine_of(model, 1, "", 4), [], rows.rms_norm
+    for block in engine.model.blk.values() if router else ():
+        block.ffn.ffn_gate_inp.type_name = router
 
     def watched(ops: Any, x: DeviceArray, *rest: Any, **named: Any) -> DeviceArray:
         shapes.append(x.shape)

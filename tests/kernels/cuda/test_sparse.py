@@ -60,6 +60,25 @@ def test_sparse_attention(ops: Any, kv: str, head: int) -> None:  # noqa: F811
     assert INDEX_RING % block == 0
 
 
+@pytest.mark.parametrize(("block", "launches"), [(8, 1), (16, 2)])
+def test_keys_of_short_rows(ops: Any, block: int, launches: int) -> None:  # noqa: F811
+    """A key that a token of the step still reads is not overwritten in the launch that reads it."""
+    dim, at = 32, 0
+    pages = np.array([[3, 1, 4]], np.int32)
+    mine, theirs = weights_of(ops, normal(1, dim))
+    rope = (10000.0 ** (-np.arange(8) / 8)).astype(np.float32), 1.1
+    own, truth = (each.index_cache(6, PAGE, dim, block) for each in (ops, REF))
+    for seed, n in enumerate([8, 6, 6]):
+        batch = batch_of([0] * n, list(range(at, at + n)), pages=(pages,), generated=n, long_rows=0)
+        there, keys, at = device(ops, batch), normal(seed, n, dim), at + n
+        before = len(ops.launched)
+        ops.index_store(own, ops.array(keys), mine, rope, there, 0, 1e-6)
+        assert len(ops.launched) - before == launches
+        REF.index_store(truth, keys, theirs, rope, batch, 0, 1e-6)
+        np.testing.assert_array_equal(ops.to_host(own.ring), truth.ring)
+        np.testing.assert_allclose(ops.to_host(own.pooled), truth.pooled, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("dim", "heads", "block"), [(32, 3, 4), pytest.param(128, 4, 4, marks=SLOW), (48, 2, 16)]
 )
