@@ -5,9 +5,9 @@
 // memory at all: till then earlier kernels may still read, and write, everything. Weights, and
 // tables made when the model was loaded, may be read ahead; so may, past the first cache, what was
 // there before the kernel before let this one start (expert_down_stream.cu). The wait is for all
-// kernels before, for each of them has waited too; so no kernel may end without. grid_launch() lets the next kernel
-// start, as soon as every block has called it or ended; it promises nothing about what was written.
-// Before sm_90 both are nothing.
+// kernels before, for each of them has waited too; so no kernel may end without. grid_launch() lets
+// the next kernel start, as soon as every block has called it or ended; it promises nothing about
+// what was written. Before sm_90 both are nothing.
 #pragma once
 
 namespace voltapile {
