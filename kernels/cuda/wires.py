@@ -40,7 +40,7 @@ class Wires:
     is_linked: list[bool] = field(default_factory=list)  # by more than PCIe
     by_host: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))
     blocks: int = 1  # that every rank's GPU runs at once
-    are_apart: bool = True  # ranks of one process share a GPU, which one's products may fill
+    are_apart: bool = True  # a process each; ranks of one process may share a GPU
     mailbox: Segment | None = None  # of this rank
     owners: list[object] = field(default_factory=list)
 
@@ -62,11 +62,20 @@ def open_links(ops: proof.Prover, group: Group) -> Links:
     for node, speed in proof.nodes(ops, group).items():
         log.info("rank %d reads host memory of node %d: %.1f GB/s", group.rank, node, speed)
     links = _record(wires, islands)
-    links.norms = proof.norm_pays(ops, links, group)
-    links.pushes = links.norms and wires.are_apart and proof.push_pays(ops, links, group)
-    told = ("yes" if each else "no" for each in (links.norms, links.pushes))
-    log.info("rank %d: sums take norms along: %s; products send parts: %s", group.rank, *told)
+    _measure(wires, links)
     return links
+
+
+def _measure(wires: Wires, links: Links) -> None:
+    """Which ways of a sum are the fastest. Those that are tried let the kernels behind them start
+    before they wait themselves (csrc/grid.cuh), so that a long chain is on the GPU at once: ranks
+    that share it must all find room there, and it has places for 128 kernels. So such ranks keep
+    to what holds few."""
+    if wires.are_apart:
+        links.norms = proof.norm_pays(wires.ops, links, wires.group)
+        links.pushes = links.norms and proof.push_pays(wires.ops, links, wires.group)
+    told = ("yes" if each else "no" for each in (links.norms, links.pushes))
+    log.info("rank %d: sums take norms along: %s; products send parts: %s", links.rank, *told)
 
 
 def _open_peers(wires: Wires) -> None:

@@ -213,6 +213,23 @@ def test_all_reach_each_other(opened: Opened) -> None:
         assert found == (1, RANKS, narrow.get(rank, []), [], True)
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_ranks_of_one_process_measure_no_sums(
+    opened: Opened, wires: Any, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """They may share a GPU, which has no places for all that would start early."""
+
+    def norm_pays(*_: Any) -> bool:
+        wires.log.warning("measured")
+        return False
+
+    monkeypatch.setattr(wires.proof, "norm_pays", norm_pays)
+    if is_shared:
+        monkeypatch.setattr(wires, "os", SimpleNamespace(getpid=lambda: 1))
+    for found in opened():
+        assert found[3:] == ([] if is_shared else ["measured"], True)
+
+
 def test_islands_that_are_declared_go_by_the_host(opened: Opened) -> None:
     for rank, found in enumerate(opened(islands=[0, 1, 0, 1])):
         others = [other for other in range(RANKS) if (other - rank) % 2]
