@@ -29,15 +29,17 @@ TILED = Instance("sparse_scores.cu", "index_scores_tiled", waits=True)
 DIMS, ANY = (64, 128, 256), 3  # of heads in shared memory; a cache of any type
 
 
-def _attended(function: str, dim: int, kind: int) -> Instance:
+def _attended(source: str, function: str, dim: int, kind: int) -> Instance:
     defines = (("HEAD_DIM", str(dim)), ("KIND", str(kind)))
-    return Instance("sparse_attend.cu", function, defines, waits=True)
+    return Instance(source, function, defines, waits=True)
 
 
 ATTEND = {
-    (dim, kind): _attended("attend_to", dim, kind) for dim in DIMS for kind in (KINDS["f16"], ANY)
+    (dim, kind): _attended("sparse_attend.cu", "attend_to", dim, kind)
+    for dim in DIMS
+    for kind in (KINDS["f16"], ANY)
 }
-JOIN = _attended("join_attended", DIMS[0], KINDS["f16"])
+JOIN = _attended("sparse_join.cu", "join_attended", DIMS[0], KINDS["f16"])
 INSTANCES = [POOL, RING, SCORES, TILED, CHOOSE, *ATTEND.values(), JOIN]
 
 SCORES_BYTES = 48 << 20  # of some tokens against all blocks
