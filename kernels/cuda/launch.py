@@ -92,7 +92,8 @@ class DeviceArray:
 
 @dataclass(eq=False)
 class CudaWeight:
-    """A matrix (N, K) quantised as in the file, rows after rows; or a vector in float32."""
+    """A matrix (N, K) quantised as in the file; or a vector in float32. is_tiled: see tiles.py;
+    else rows lie one behind another."""
 
     shape: tuple[int, ...]
     nbytes: int
@@ -100,6 +101,7 @@ class CudaWeight:
     ptr: int
     row_bytes: int
     owner: object = None
+    is_tiled: bool = False
 
     @property
     def is_vector(self) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from voltapile.kernels.cuda import tiles
 from voltapile.kernels.cuda.compile import source_of
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
 from voltapile.kernels.cuda.submit import Arguments
@@ -77,6 +78,7 @@ class EmulatedOps:
     """Memory is numpy's; kernels are compiled into `folder`."""
 
     multiprocessors = 4
+    tiles = True  # False: matrices lie row by row, as those that are not whole tiles
 
     def __init__(self, arch: int, folder: Path, max_shared: int) -> None:
         self.arch, self.max_shared = arch, max_shared
@@ -133,9 +135,11 @@ class EmulatedOps:
         np.frombuffer(raw, np.float32)[:] = total.astype(np.float32).reshape(-1)
 
     def weight(self, raw: np.ndarray, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
-        array = self.array(raw)
+        is_tiled = self.tiles and tiles.has_tiles(type_name, shape)
+        own = tiles.in_tiles(raw.reshape(-1), type_name, shape[-1]) if is_tiled else raw
+        array = self.array(own)
         row = row_bytes(type_name, shape[-1])
-        return CudaWeight(shape, raw.nbytes, type_name, array.ptr, row, array)
+        return CudaWeight(shape, raw.nbytes, type_name, array.ptr, row, array, is_tiled)
 
     def to_host(self, x: DeviceArray) -> np.ndarray:
         raw = (ctypes.c_uint8 * x.nbytes).from_address(x.ptr)
