@@ -27,7 +27,7 @@ from voltapile.kernels.cuda.submit import Arguments
 from voltapile.shm.formats import row_bytes
 
 HERE = Path(__file__).parent
-HEADER, CLUSTER = HERE / "emulate.h", HERE / "emulate_cluster.h"
+HEADER, BELL, CLUSTER = (HERE / f"emulate{name}.h" for name in ("", "_bell", "_cluster"))
 KNOWN = "".join(path.read_text() for path in sorted(HERE.glob("emulate*.h")))
 FLAGS = (
     "-std=c++20", "-O1", "-g0", "-w", "-shared", "-fPIC",
@@ -149,7 +149,7 @@ class EmulatedOps:
         text = re.sub(r"(?<!extern )__shared__", "static", source_of(instance.file))
         defines = dict(instance.defines)  # of a cluster the blocks, by either name
         together = defines.get("SPLIT", defines.get("CLUSTER", "1") if self.arch >= 90 else "1")
-        headers = [HEADER, CLUSTER] if together != "1" else [HEADER]
+        headers = [HEADER, CLUSTER if together != "1" else BELL]
         included = "".join(f'#include "{each.name}"\n' for each in headers)
         source = f"{included}{text}\n" + (
             'extern "C" int launch(int x, int y, int threads, int shared, void** args) {\n'

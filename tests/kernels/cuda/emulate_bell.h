@@ -1,0 +1,61 @@
+// More of emulate.h: bells, and copies that ring them.
+#pragma once
+#include <vector>
+
+namespace voltapile {
+
+// Bytes that are still to come (below 0: that came unexpected), whether they are expected, rings.
+struct BellState {
+  std::int32_t bytes;
+  std::int16_t is_expected, rings;
+  void look() {
+    if (!is_expected || bytes) return;
+    is_expected = 0;
+    ++rings;
+  }
+};
+static_assert(sizeof(BellState) == 8);
+inline BellState& state_of(std::uint64_t* bell) { return *reinterpret_cast<BellState*>(bell); }
+
+inline void make_bell(std::uint64_t* bell) { state_of(bell) = {}; }
+inline void expect(std::uint64_t* bell, int bytes) {
+  auto& state = state_of(bell);
+  if (state.is_expected) abort();
+  state.bytes += bytes;
+  state.is_expected = 1;
+  state.look();
+}
+// What was asked for, and comes no sooner than somebody waits for it.
+struct Coming {
+  std::uint64_t* bell;
+  void* to;
+  const void* from;
+  int bytes;
+};
+inline std::vector<Coming> coming;
+
+inline void tell_bells() {}
+inline void copy_whole(void* shared, const void* global, int bytes, std::uint64_t* bell) {
+  if (bytes % 16 || reinterpret_cast<std::uintptr_t>(global) % 16 ||
+      reinterpret_cast<std::uintptr_t>(shared) % 16)
+    abort();
+  memset(shared, 0xEE, bytes);
+  coming.push_back({bell, shared, global, bytes});
+}
+inline void await(std::uint64_t* bell, bool is_odd) {
+  auto& state = state_of(bell);
+  for (size_t i = 0; i < coming.size();) {
+    if (coming[i].bell != bell) {
+      ++i;
+      continue;
+    }
+    memcpy(coming[i].to, coming[i].from, coming[i].bytes);
+    state.bytes -= coming[i].bytes;
+    coming.erase(coming.begin() + i);
+  }
+  state.look();
+  while ((state_of(bell).rings & 1) != (is_odd ? 1 : 0))
+    emulation::pause();
+}
+
+}  // namespace voltapile
