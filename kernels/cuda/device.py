@@ -7,6 +7,7 @@ told elsewhere. Errors of the driver come out as they are, but for memory that i
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,6 @@ NO_MEMORY = {
     LibraryError: 3,
 }
 DeviceError = runtime.CUDARuntimeError
-ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: over NVLink, not over PCIe
 TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 HOST_PORTABLE, HOST_MAPPED = 1, 2  # cudaHostRegister's flags
@@ -38,6 +38,9 @@ LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 SHARED_WITHOUT_ASKING = 48 << 10
+
+_locked: Counter[int] = Counter()  # how many of this process have asked for host memory, by address
+_locking = threading.RLock()  # a finalizer may come while it is held
 
 
 @contextmanager
@@ -251,17 +254,21 @@ class Device:
         return not failed and bool(value.value)
 
     def register(self, address: int, nbytes: int) -> int:
-        """Page-lock host memory for this process; where the GPU sees it. Raises DeviceError."""
+        """Page-lock host memory for this process; where the GPU sees it. Raises DeviceError. It
+        stays mapped until `unregister`: else the GPU would find there what was before, whatever
+        is mapped next. Ranks of one process may ask for the same."""
         runtime.setDevice(self.number)
-        try:
-            runtime.hostRegister(address, nbytes, HOST_PORTABLE | HOST_MAPPED)
-        except DeviceError as error:
-            if error.status != ALREADY_REGISTERED:
-                raise
+        with _locking:
+            if not _locked[address]:
+                runtime.hostRegister(address, nbytes, HOST_PORTABLE | HOST_MAPPED)
+            _locked[address] += 1
         return int(runtime.pointerGetAttributes(address).devicePointer) or address
 
     def unregister(self, address: int) -> None:
-        runtime.hostUnregister(address)
+        with _locking:
+            _locked[address] -= 1
+            if not _locked[address]:
+                runtime.hostUnregister(address)
 
     # --- code ---------------------------------------------------------------------------------
     def function(self, code: bytes, name: str, is_early: bool = False) -> Function:

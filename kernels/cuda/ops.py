@@ -240,6 +240,7 @@ class CudaOps(CudaPositions, CudaCollectives):
         self._check_group()
 
     def join(self, group: Group) -> None:
+        self._links = None  # an earlier group's memory is given back first
         self._links = open_links(self, group)
 
     def _launcher(self) -> Launcher:

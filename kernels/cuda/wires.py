@@ -11,8 +11,10 @@ import logging
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda import proof
@@ -46,6 +48,26 @@ class Wires:
 
     def others(self) -> list[int]:
         return [rank for rank in range(self.group.ranks) if rank != self.group.rank]
+
+    def lock(self, address: int, nbytes: int, owner: object) -> int:
+        """Page-lock host memory as long as the links live; where the GPU sees it. owner: keeps it
+        mapped."""
+        locked = Locked(self.ops.device, address, nbytes, owner)
+        self.owners.append(locked)
+        return locked.address
+
+
+class Locked:
+    """Page-locked host memory, mapped by `owner` until it is let go of. address: for the GPU."""
+
+    def __init__(self, device: Any, start: int, nbytes: int, owner: object) -> None:
+        self.address = int(device.register(start, nbytes))
+        weakref.finalize(self, _let_go, device, start, owner)
+
+
+def _let_go(device: Any, start: int, owner: object) -> None:
+    """owner: kept until here."""
+    device.unregister(start)
 
 
 def open_links(ops: proof.Prover, group: Group) -> Links:
@@ -184,9 +206,7 @@ def _mailboxes(wires: Wires) -> dict[int, int]:
     for segment in segments.values():
         segment.unlink()
     wires.mailbox = segments.get(group.rank)
-    wires.owners += segments.values()
-    register = wires.ops.device.register
-    return {rank: register(each.address, each.nbytes) for rank, each in segments.items()}
+    return {rank: wires.lock(each.address, each.nbytes, each) for rank, each in segments.items()}
 
 
 def _clear(wires: Wires) -> None:
@@ -240,6 +260,6 @@ def _record(wires: Wires, islands: Islands) -> Links:
 
 
 def _host_word(wires: Wires, address: int) -> int:
-    """Where kernels see a word of the Board."""
+    """Where kernels see a word of the Board, which the group has mapped."""
     page = address // mmap.PAGESIZE * mmap.PAGESIZE
-    return int(wires.ops.device.register(page, mmap.PAGESIZE)) + address - page
+    return wires.lock(page, mmap.PAGESIZE, wires.group) + address - page

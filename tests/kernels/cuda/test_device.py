@@ -249,3 +249,17 @@ def test_what_follows_a_call_has_no_kernel_to_start_beside(
     kernel((1,), 32, ())
     kernel((1,), 32, ())
     assert gpu.launches == ["early", (5, 6, card.stream.ptr), "plain", "early"]
+
+
+def test_host_memory_that_two_ranks_of_a_process_ask_for(gpu: Any) -> None:
+    from voltapile.kernels.cuda import device
+
+    one, two = device.Device(0), device.Device(0)
+    assert [each.register(4096, 4096) for each in (one, two)] == [4096] * 2
+    one.unregister(4096)
+    assert gpu.registered == [4096]
+    two.unregister(4096)
+    assert gpu.registered == []
+    two.register(4096, 4096)  # whatever is mapped there by now
+    assert gpu.registered == [4096]
+    two.unregister(4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import logging
 import mmap
@@ -45,6 +46,7 @@ class HostDevice:
     def __init__(self, memory: np.ndarray, rank: int, broken: set[Pair], deaf: set[Pair]) -> None:
         self.number, self.memory = rank, memory
         self.ticks_per_second = 1e9
+        self.locked: list[tuple[int, int]] = []  # host memory
         self._broken = {pair[1] for pair in broken if pair[0] == rank}
         self._deaf = {pair[1] for pair in deaf if pair[0] == rank}
         self.failure: type[Exception] = Exception
@@ -81,10 +83,14 @@ class HostDevice:
         return {self.number, other} != {0, 1}
 
     def register(self, address: int, nbytes: int) -> int:
+        self.locked.append((address, nbytes))
         return address
 
     def unregister(self, address: int) -> None:
-        pass
+        """What is page-locked must still be mapped."""
+        [place] = (each for each in self.locked if each[0] == address)
+        self.locked.remove(place)
+        assert is_mapped(address)
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[list[Any]]:
@@ -98,6 +104,14 @@ class HostDevice:
 
     def seconds_between(self, first: float, last: float) -> float:
         return last - first
+
+
+def is_mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if start <= address < end:
+            return True
+    return False
 
 
 @pytest.fixture
@@ -163,7 +177,11 @@ def opened(
         record = record_at(links)
         narrow = [other for other in range(RANKS) if record["peers"][other]["is_narrow"]]
         assert links.blocks == 2 * emulated.multiprocessors
-        return links.islands, links.mates, narrow, told, sums_are_right(ops, links)
+        found = links.islands, links.mates, narrow, told, sums_are_right(ops, links)
+        mine.close()
+        del record, group, mine
+        assert lets_go(ops.device, links)
+        return found
 
     def open_all(**options: Any) -> list[Any]:
         pipes, processes = [], []
@@ -192,6 +210,16 @@ def record_at(links: Links) -> Any:
 
     raw = (ctypes.c_uint8 * RECORD.itemsize).from_address(links.record)
     return np.frombuffer(raw, RECORD)[0]
+
+
+def lets_go(device: HostDevice, links: Links) -> bool:
+    """Host memory stays mapped as long as it is page-locked, which is as long as the links live."""
+    locked = [address for address, _ in device.locked]
+    assert len(locked) >= 2
+    assert all(map(is_mapped, locked))
+    links._owners = ()
+    gc.collect()
+    return not device.locked and not any(map(is_mapped, locked))
 
 
 def sums_are_right(ops: EmulatedOps, links: Links) -> bool:
