@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from voltapile.kernels.cuda import stream
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk
 from voltapile.kernels.cuda.launch import Instance
+from voltapile.kernels.cuda.tiles import ROWS
 
 ARCH = 90  # from which on
 FROM, MOST, ROOM = 9, 64, 32  # rows, up to which they are usual; those of a turn
@@ -127,19 +128,6 @@ def _clusters(multiprocessors: int) -> int:
 def _shared_bytes(
     chunk: Chunk, slots: int, room: int, held: int, crew: int, depth: int, boxes: int
 ) -> int:
-    warp = held * (boxes * 64 * room + depth * _tile_bytes(chunk)) + chunk.scale_bytes
-    bells = 8 * (2 * max(CREWS[held]) + slots + slots % 2)
-    return bells + _table_bytes(chunk) + crew * warp + slots * chunk.slot_bytes(room)
-
-
-def _vectors(chunk: Chunk) -> int:
-    """Of 16 bytes, that a row's part of a chunk may touch."""
-    return (chunk.bytes + (16 - chunk.align if chunk.bytes % 16 else 0) + 15) // 16
-
-
-def _tile_bytes(chunk: Chunk) -> int:
-    return 16 * 16 * (_vectors(chunk) | 1)
-
-
-def _table_bytes(chunk: Chunk) -> int:
-    return 128 * -(-16 * _vectors(chunk) // 32)
+    warp = held * (boxes * 64 * room + depth * ROWS * chunk.bytes) + chunk.scale_bytes
+    bells = 2 * max(CREWS[held]) + crew * depth + slots
+    return 8 * (bells + bells % 2) + crew * warp + slots * chunk.slot_bytes(room)

@@ -75,32 +75,17 @@ __device__ __forceinline__ void stage_tokens(const Launch& all, const Memory<F>&
 
 // A warp's chunks of a tile; what is fetched meanwhile goes to the places that become free.
 template <class F>
-__device__ __forceinline__ void multiply_chunks(const Launch& all, const Memory<F>& memory,
-                                                unsigned mask, const Work::Task& task,
-                                                Fetch<F>& fetch, int& place, bool is_awaited,
+__device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const Work::Task& task,
+                                                Fetch<F>& fetch, Ring<F>& ring, bool is_awaited,
                                                 int lane, Sums (&total)[HELD]) {
-  using M = CrewMemory<F>;
-  using Raw = typename M::Raw;
-  const std::uint8_t* weights[HELD] = {};  // of which only the last four bits matter
-#pragma unroll
-  for (int i = 0; i < HELD; ++i)
-    if (Raw::SLACK > 0)
-      weights[i] = Place(all, mask, fetch.work.tile(task, i)).begin(fetch.row_bytes) +
-                   (all.rank + CLASSES * task.from) * M::BYTES;
 #pragma unroll 1
   for (int n = task.from; n < task.to; ++n) {
     if (Order<F>::IS_BLOCK && is_awaited) await(memory.chunk_bell(n), true);
-    wait_for_chunk<0>(all.depth);
-    __syncwarp();
-    const Raw raw(fetch.row_bytes, 15, lane);
-    std::uint8_t* behind = memory.ring + all.depth * HELD * Raw::SIZE;
-    const int here = place * HELD * Raw::SIZE;
-    add_chunk<F>(memory.ring, here, behind, weights, raw, memory.slot(n), Tile{lane}, total);
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) weights[i] += CLASSES * M::BYTES;
+    ring.await_here();
+    add_chunk<F>(ring.memory, ring.here(), ring.behind(), memory.slot(n), Tile{lane}, total);
     __syncwarp();  // what was read may be overwritten
-    fetch.begin(memory.ring + here, memory.table, lane);
-    place = place + 1 < all.depth ? place + 1 : 0;
+    fetch.begin(ring, ring.place, lane);
+    ring.next();
   }
 }
 
@@ -110,18 +95,19 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
                                                int all_tokens, unsigned mask, int begin, int end,
                                                std::uint8_t* shared) {
   using M = CrewMemory<F>;
-  using Raw = typename M::Raw;
   // The same for all lanes, as the compiler is to know.
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int row_bytes = all.k / F::length * F::bytes, chunks = all.k / M::COLUMNS;
   const int most = (chunks + CLASSES - 1) / CLASSES;
   const Work work(all.crew, begin, end, (chunks - all.rank + CLASSES - 1) / CLASSES, most, warp);
-  const Memory<F> memory(all, shared, warp, most);
+  const Memory<F> memory(all, shared, most);
 
+  Ring<F> ring = memory.ring(all, warp);
+  if (lane < all.depth) make_bell(ring.bells + lane);
+  tell_bells();
+  __syncwarp();
   Fetch<F> fetch(all, work, mask, row_bytes);
-  for (int i = 0; i < all.depth; ++i)
-    fetch.begin(memory.ring + i * HELD * Raw::SIZE, nullptr, lane);
-  if (warp == 0) M::make_table(memory.table, row_bytes, lane);
+  for (int i = 0; i < all.depth; ++i) fetch.begin(ring, i, lane);
   if (lane < all.boxes) {
     Bell* bell = memory.bells_of(lane) + warp;
     make_bell(bell);
@@ -140,14 +126,12 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   }
   cluster_wait();  // all blocks have begun
 
-  int place = 0;
   for (int round = 0; round <= work.rounds; ++round) {
     Sums total[HELD] = {};
     const bool is_over = round == work.rounds;
     const Work::Task task = work.task(round);
     if (task.is_in)
-      multiply_chunks(all, memory, mask, task, fetch, place, is_copied && round == 0, lane,
-                      total);
+      multiply_chunks(memory, task, fetch, ring, is_copied && round == 0, lane, total);
     if (round > 0) {
       // Whose bells are awaited by another warp must have seen them ring for the rounds before.
       if (is_over && work.shares(round - 1)) __syncthreads();

@@ -25,7 +25,7 @@ struct Launch {
 // Tile `index` of the matrices in `mask`. A gate's and its up's tile are neighbours.
 struct Place {
   Matrix matrix;
-  int row;  // the first that is meant
+  int row;  // its first
 
   __device__ __forceinline__ Place(const Launch& all, unsigned mask, int index) {
     if (all.is_glu()) {
@@ -36,22 +36,21 @@ struct Place {
     }
 #pragma unroll
     for (int m = 0; m < 3; ++m) {
-      const int tiles = mask >> m & 1 ? (all.matrices[m].rows + 15) / 16 : 0;
+      const int tiles = mask >> m & 1 ? all.matrices[m].rows / 16 : 0;
       if (index >= 0 && index < tiles) matrix = all.matrices[m], row = 16 * index;
       index -= tiles;
     }
   }
-  __device__ __forceinline__ int first_row() const { return first_row_of(row, matrix.rows); }
   __device__ __forceinline__ const std::uint8_t* begin(int row_bytes) const {
-    return matrix.weights + static_cast<long long>(first_row()) * row_bytes;
+    return matrix.weights + static_cast<long long>(row) * row_bytes;
   }
 };
 
 __device__ __forceinline__ int tiles_of(const Launch& all, unsigned mask) {
-  if (all.is_glu()) return 2 * ((all.matrices[0].rows + 15) / 16);
+  if (all.is_glu()) return all.matrices[0].rows / 8;
   int tiles = 0;
 #pragma unroll
-  for (int m = 0; m < 3; ++m) tiles += mask >> m & 1 ? (all.matrices[m].rows + 15) / 16 : 0;
+  for (int m = 0; m < 3; ++m) tiles += mask >> m & 1 ? all.matrices[m].rows / 16 : 0;
   return tiles;
 }
 
@@ -60,28 +59,10 @@ struct CrewMemory {
   using M = ChunkMemory<F>;
   using C = Codec<F>;
   using Staged = typename M::Staged;
-  static constexpr int BYTES = C::BYTES, COLUMNS = 32 * C::GROUPS;
-  // Rows start at multiples of 16 bytes where chunks do: the launcher sees to it.
-  using Raw = Stage<BYTES, BYTES % 16 == 0 ? 16 : C::ALIGN>;
+  static constexpr int COLUMNS = 32 * C::GROUPS;
+  static constexpr int CHUNK = Dense<F>::SIZE;
   static constexpr int SCALES = M::HAS_SCALES ? M::SCALES : 0;
-  static constexpr int TABLE = 32 * Raw::TURNS;  // of every lane's vectors, for all warps
-
   static constexpr int SLOT = (Staged::PER_TOKEN * ROOM + 15) / 16 * 16;  // of a chunk's tokens
-
-  // table: null before it has been made.
-  static __device__ __forceinline__ void begin(std::uint8_t* place, const std::uint8_t* first,
-                                               const int* table, int row_bytes, int lane) {
-    Raw raw(row_bytes, 15, lane);
-    if (table != nullptr)
-#pragma unroll
-      for (int turn = 0; turn < Raw::TURNS; ++turn) raw.offset[turn] = table[32 * turn + lane];
-    raw.begin_whole(place, first);
-  }
-  static __device__ __forceinline__ void make_table(int* table, int row_bytes, int lane) {
-    const Raw raw(row_bytes, 15, lane);
-#pragma unroll
-    for (int turn = 0; turn < Raw::TURNS; ++turn) table[32 * turn + lane] = raw.offset[turn];
-  }
 };
 
 // What the warps of a block have to do: tiles from begin to end, HELD neighbours a warp, a round of
@@ -118,6 +99,24 @@ struct Work {
   }
 };
 
+// A warp's ring of chunks, HELD at a place, each with a bell, and the place that is next.
+template <class F>
+struct Ring {
+  static constexpr int PLACE = HELD * CrewMemory<F>::CHUNK;
+  std::uint8_t* memory;
+  Bell* bells;
+  int depth, place = 0;
+  bool is_odd = true;
+
+  __device__ __forceinline__ int here() const { return place * PLACE; }
+  __device__ __forceinline__ std::uint8_t* behind() const { return memory + depth * PLACE; }
+  __device__ __forceinline__ void await_here() const { await(bells + place, is_odd); }
+  __device__ __forceinline__ void next() {
+    if (++place < depth) return;
+    place = 0, is_odd = !is_odd;
+  }
+};
+
 // The next chunk of a warp that is to be fetched.
 template <class F>
 struct Fetch {
@@ -133,20 +132,21 @@ struct Fetch {
       : all(all), work(work), mask(mask), row_bytes(row_bytes) {
     find();
   }
-  // To a place of the ring, if there is a chunk.
-  __device__ __forceinline__ void begin(std::uint8_t* place, const int* table, int lane) {
-    if (left > 0) {
+  // To a place of the ring that nobody reads, if there is a chunk.
+  __device__ __forceinline__ void begin(const Ring<F>& ring, int place, int lane) {
+    if (left <= 0) return;
+    if (lane == 0) {
+      std::uint8_t* to = ring.memory + place * Ring<F>::PLACE;
+      expect(ring.bells + place, Ring<F>::PLACE);
 #pragma unroll
-      for (int i = 0; i < HELD; ++i) {
-        M::begin(place + i * M::Raw::SIZE, from[i], table, row_bytes, lane);
-        from[i] += CLASSES * M::BYTES;
-      }
-      if (--left == 0) {
-        ++round;
-        find();
-      }
+      for (int i = 0; i < HELD; ++i)
+        copy_whole(to + i * M::CHUNK, from[i], M::CHUNK, ring.bells + place);
     }
-    commit_copies();
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) from[i] += CLASSES * M::CHUNK;
+    if (--left > 0) return;
+    ++round;
+    find();
   }
 
  private:
@@ -159,17 +159,9 @@ struct Fetch {
 #pragma unroll
     for (int i = 0; i < HELD; ++i)
       from[i] = Place(all, mask, work.tile(task, i)).begin(row_bytes) +
-                (all.rank + CLASSES * task.from) * M::BYTES;
+                (all.rank + CLASSES * task.from) * M::CHUNK;
   }
 };
-
-template <int PENDING>
-__device__ __forceinline__ void wait_for_chunk(int depth) {
-  if (depth > PENDING + 1) {
-    if constexpr (PENDING < 3) return wait_for_chunk<PENDING + 1>(depth);
-  }
-  wait_for_copies<PENDING>();
-}
 
 constexpr int LETTER = CLASSES * TOKENS * 8;  // of pairs, for a tile
 constexpr int LETTERS = HELD * LETTER * sizeof(float2);  // bytes of a warp's
@@ -178,24 +170,32 @@ constexpr int LETTERS = HELD * LETTER * sizeof(float2);  // bytes of a warp's
 template <class F>
 struct Memory {
   using M = CrewMemory<F>;
-  Bell* bells;  // [2][CREW] of sums, then one of each chunk's tokens
-  int* table;
+  Bell* bells;  // [2][CREW] of sums, [crew][depth] of rings, then one of each chunk's tokens
+  int box_pairs, ring_bells;
   float2* boxes;
-  int box_pairs;
-  std::uint8_t *ring, *tokens;
+  std::uint8_t *rings, *tokens;
 
   // most: chunks of a class.
-  __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int warp, int most) {
-    bells = reinterpret_cast<Bell*>(shared);
-    table = reinterpret_cast<int*>(chunk_bell(most + (most & 1)));
-    boxes = reinterpret_cast<float2*>(table + M::TABLE), box_pairs = all.crew * HELD * LETTER;
-    std::uint8_t* rings = reinterpret_cast<std::uint8_t*>(box(all.boxes));
-    const int ring_bytes = all.depth * HELD * M::Raw::SIZE + M::SCALES;
-    ring = rings + warp * ring_bytes, tokens = rings + all.crew * ring_bytes;
+  __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int most)
+      : bells(reinterpret_cast<Bell*>(shared)),
+        box_pairs(all.crew * HELD * LETTER),
+        ring_bells(all.crew * all.depth) {
+    const int count = ring_bells + most;
+    boxes = reinterpret_cast<float2*>(chunk_bell(most + (count & 1)));
+    rings = reinterpret_cast<std::uint8_t*>(box(all.boxes));
+    tokens = rings + all.crew * ring_bytes(all);
+  }
+  static __device__ __forceinline__ int ring_bytes(const Launch& all) {
+    return all.depth * Ring<F>::PLACE + M::SCALES;
+  }
+  __device__ __forceinline__ Ring<F> ring(const Launch& all, int warp) const {
+    return {rings + warp * ring_bytes(all), bells + 2 * CREW + warp * all.depth, all.depth};
   }
   __device__ __forceinline__ float2* box(int i) const { return boxes + i * box_pairs; }
   __device__ __forceinline__ Bell* bells_of(int box) const { return bells + box * CREW; }
-  __device__ __forceinline__ Bell* chunk_bell(int n) const { return bells + 2 * CREW + n; }
+  __device__ __forceinline__ Bell* chunk_bell(int n) const {
+    return bells + 2 * CREW + ring_bells + n;
+  }
   // The n-th chunk's tokens: as if there were ROOM; sums of those that are not there are nobody's.
   __device__ __forceinline__ typename M::Staged slot(int n) const {
     return typename M::Staged(tokens + n * M::SLOT, ROOM);

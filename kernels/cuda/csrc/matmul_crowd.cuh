@@ -9,6 +9,15 @@
 #if VP_ARCH >= 900
 namespace voltapile {
 
+// A chunk of a tile as it lies in memory (tiles.cuh) and is copied: row behind row.
+template <class F>
+struct Dense {
+  static constexpr int ROW = Codec<F>::BYTES, SIZE = 16 * ROW;
+  static __device__ __forceinline__ int row_start(const std::uint8_t*, int row) {
+    return row * ROW;
+  }
+};
+
 template <class F>
 struct Crowd;
 
@@ -253,25 +262,22 @@ struct Crowd<formats::Q8_0> {
   }
 };
 
-// Adds the products of a chunk of T tiles to total, as multiply_any makes them. here: where they
-// are in `memory`; first: where they came from.
-template <class F, int T, class Raw>
+// Adds the products of T tiles' chunks, `here` one behind another, as multiply_any makes them.
+template <class F, int T>
 __device__ __forceinline__ void add_chunk(std::uint8_t* memory, int here, std::uint8_t* behind,
-                                          const std::uint8_t* const (&first)[T], const Raw& stage,
                                           const typename ChunkMemory<F>::Staged& tokens,
                                           const Tile& tile, Sums (&total)[T]) {
   if constexpr (Order<F>::IS_BLOCK) {
     int at[T][Tile::ROWS];
 #pragma unroll
-    for (int n = 0; n < T * Tile::ROWS; ++n) {
-      const int t = n / Tile::ROWS, i = n % Tile::ROWS;
-      at[t][i] = here + t * Raw::SIZE + stage.row_start(first[t], tile.row(i));
-    }
+    for (int n = 0; n < T * Tile::ROWS; ++n)
+      at[n / Tile::ROWS][n % Tile::ROWS] = here + n / Tile::ROWS * Dense<F>::SIZE +
+                                           Dense<F>::ROW * tile.row(n % Tile::ROWS);
     Crowd<F>::add(memory, at, tokens, tile, total);
   } else {
     static_assert(T == 1);
     Sums part;
-    multiply_chunk<F>(memory + here, behind, first[0], stage, tokens, tile, part);
+    multiply_chunk<F>(memory + here, behind, nullptr, Dense<F>(), tokens, tile, part);
 #pragma unroll
     for (int i = 0; i < PASSES * Tile::VALUES; ++i)
       total[0][i / Tile::VALUES][i % Tile::VALUES] += part[i / Tile::VALUES][i % Tile::VALUES];

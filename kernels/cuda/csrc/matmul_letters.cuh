@@ -37,13 +37,13 @@ struct Finish {
     const Place place(all, mask, tile);
     const int token = all.rank * TOKENS + own, rows = place.matrix.rows;
     const Tile held{4 * pair};
-    row = place.first_row() + held.sum_row(0);
+    row = place.row + held.sum_row(0);
     bias = place.matrix.bias, up_bias = all.matrices[1].bias;
     out = place.matrix.out + static_cast<long long>(all.first_token + token) * rows + row;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      is_there[i] = own < TOKENS && token < all.tokens && row + 8 * i >= place.row &&
-                    row + 8 * i < rows && (HELD > 1 || !all.is_glu() || (tile & 1) == i);
+      is_there[i] = own < TOKENS && token < all.tokens &&
+                    (HELD > 1 || !all.is_glu() || (tile & 1) == i);
       if (is_there[i] && all.kind == ADD) before[i] = out[8 * i];
     }
   }
