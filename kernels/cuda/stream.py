@@ -21,7 +21,7 @@ WARPS, ROWS, TOKENS = 8, 16, 8
 NORMED = 64
 TEAMS = 2  # of WARPS warps, on a multiprocessor
 RESERVED = 1024  # bytes of shared memory that every block takes beside its own
-DEPTH = 2  # chunks of a warp that may be on their way at once; more measured no faster
+DEPTH = 2  # chunks of a warp that may be on their way at once, if there is room for them
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 MIXED = [("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q5_K", "Q6_K"), ("Q4_K", "Q8_0")]
 PAIRS = [*((name, name) for name in FORMATS), *MIXED]
@@ -68,6 +68,7 @@ class Task:
     multiprocessors: int
     most_shared: int
     is_normed: bool = False  # tokens are to be normed first
+    is_tiled: bool = True  # all matrices: tiles.py
 
     @property
     def units(self) -> int:
@@ -85,17 +86,20 @@ class Task:
 
     @property
     def is_whole(self) -> bool:
-        """Whether columns are whole chunks and matrices have a tile."""
-        return self.columns % 256 == 0 and min(self.rows + self.other_rows) >= ROWS
+        """Whether matrices are whole tiles, and lie so."""
+        rows = self.rows + self.other_rows
+        return self.is_tiled and self.columns % 256 == 0 and not any(n % ROWS for n in rows)
 
 
 @dataclass(frozen=True)
 class Deal:
-    """teams: of a block. blocks: of the launch; those from first_other on take the other format."""
+    """teams: of a block. blocks: of the launch; those from first_other on take the other format.
+    depth: of a warp's ring."""
 
     teams: int
     blocks: int
     first_other: int
+    depth: int
     shared: int
     warps: int = WARPS
 
@@ -114,11 +118,17 @@ def warp_bytes(chunk: Chunk) -> int:
     return _aligned(DEPTH * 16 * 16 * (vectors | 1) + chunk.scale_bytes)
 
 
-def shared_bytes(chunk: Chunk, teams: int, columns: int, room: int, tiles: int) -> int:
-    """tiles: of a unit."""
-    chunks = -(-columns // (32 * chunk.groups))
-    each = warp_bytes(chunk) + 2 * tiles * 64 * room
-    return _aligned(chunks * chunk.slot_bytes(room)) + teams * WARPS * each
+def ring_bytes(chunk: Chunk, depth: int) -> int:
+    """A warp's places for chunks of tiles, and its scales."""
+    return _aligned(depth * ROWS * chunk.bytes + chunk.scale_bytes)
+
+
+def shared_bytes(chunk: Chunk, teams: int, depth: int, task: Task) -> int:
+    bells = _aligned(8 * (DEPTH * teams * WARPS + 1))
+    warp = ring_bytes(chunk, depth) + 2 * task.tiles * 64 * task.tokens
+    chunks = -(-task.columns // (32 * chunk.groups))
+    gains = 4 * task.columns if task.is_normed else 0
+    return bells + teams * WARPS * warp + _aligned(chunks * chunk.slot_bytes(task.tokens)) + gains
 
 
 @functools.lru_cache(maxsize=1024)
@@ -130,19 +140,25 @@ def deal(task: Task) -> Deal | None:
         return None
     if task.is_normed and not _norms(task):
         return None
-    gains = 4 * task.columns if task.is_normed else 0
-    parts = {pair[0], pair[1]} if others else {pair[0]}
     for teams in (TEAMS, 1):
-        sizes = teams, task.columns, task.tokens, task.tiles
-        shared = max(shared_bytes(CHUNKS[name], *sizes) for name in parts) + gains
-        fitting = min(TEAMS // teams, (task.most_shared + RESERVED) // (shared + RESERVED))
+        fitting, depth, shared = _room(task, teams)
         blocks = min(task.multiprocessors * fitting, own + others)
         if (pair, teams) in STREAM and fitting and (blocks > 1 or not others):
             if teams == TEAMS and _is_broad(task):
-                return Deal(1, blocks, blocks, shared, TEAMS * WARPS)
+                return Deal(1, blocks, blocks, depth, shared, TEAMS * WARPS)
             first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
-            return Deal(teams, blocks, first, shared)
+            return Deal(teams, blocks, first, depth, shared)
     return None
+
+
+def _room(task: Task, teams: int) -> tuple[int, int, int]:
+    """Blocks on a multiprocessor, and of those that are most the deepest rings; bytes of one."""
+    parts, ways = {*task.pair} if task.others else {task.pair[0]}, []
+    for depth in range(2, DEPTH + 1):
+        shared = max(shared_bytes(CHUNKS[name], teams, depth, task) for name in parts)
+        fitting = min(TEAMS // teams, (task.most_shared + RESERVED) // (shared + RESERVED))
+        ways.append((fitting, depth, shared))
+    return max(ways)
 
 
 def can_push(task: Task) -> bool:

@@ -8,7 +8,7 @@ namespace voltapile {
 
 template <class F>
 __device__ __forceinline__ int chunks_of(unsigned k) {
-  return k / RingMemory<F>::COLUMNS;
+  return k / TileMemory<F>::COLUMNS;
 }
 
 // What a token is normed with before it is multiplied, if anything. In shared memory: gain as it
@@ -17,12 +17,32 @@ struct Norm {
   const float* gain;  // or null
   float eps, share;   // of a column in the mean
   float *gains, *sums;
+  Bell* bell;  // that tells of gains
 
   // So early that it is there when it is needed.
   __device__ __forceinline__ void ask(int columns) const {
+#if VP_ARCH >= 900
+    if (threadIdx.x != 32 * TEAMS * WARPS - 1) return;
+    make_bell(bell);
+    tell_bells();
+    expect(bell, 4 * columns);
+    copy_whole(gains, gain, 4 * columns, bell);
+#else
 #pragma unroll 1
     for (int i = 4 * threadIdx.x; i < columns; i += 128 * TEAMS * WARPS)
       copy_async(gains + i, gain + i, 16);
+    commit_copies();
+#endif
+  }
+  // Of the block: also whatever its threads have written before.
+  __device__ __forceinline__ void await_gains() const {
+#if VP_ARCH >= 900
+    __syncthreads();
+    await(bell, true);
+#else
+    wait_for_copies<0>();
+    __syncthreads();
+#endif
   }
 };
 
@@ -32,7 +52,7 @@ struct Norm {
 template <class F>
 __device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
                                       int first, int lane) {
-  using M = RingMemory<F>;
+  using M = TileMemory<F>;
   using O = Order<F>;
   constexpr int SEVERAL = 2, STEP = TEAMS * WARPS;
   constexpr bool IS_IN_ORDER = O::APART == 4;
@@ -64,8 +84,7 @@ __device__ __forceinline__ void stage(const Product& all, const Norm& norm, std:
       if (item < count) continue;
       adds_up = false;
       item = first;
-      wait_for_copies<DEPTH>();  // gains
-      __syncthreads();
+      norm.await_gains();
       if (!IS_IN_ORDER || !is_first) continue;
     }
 #pragma unroll 1

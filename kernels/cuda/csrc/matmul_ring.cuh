@@ -1,6 +1,7 @@
 // What matmul_stream.cu and matmul_wide.cu are made of: which tiles a block takes, a warp's ring of
 // chunks, the end of a unit.
 #pragma once
+#include "bell.cuh"
 #include "matmul_chunk.cuh"
 #include "matmul_epilogue.cuh"
 
@@ -81,6 +82,86 @@ __device__ __forceinline__ void meet_team(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(32 * WARPS) : "memory");
 #endif
 }
+
+// A matrix by tiles (tiles.cuh): what a warp works on at once is one chunk of one of them, and lies
+// in shared memory as in the matrix.
+template <class F>
+struct TileMemory {
+  using M = ChunkMemory<F>;
+  using Staged = typename M::Staged;
+  static constexpr int BYTES = Codec<F>::BYTES, CHUNK = 16 * BYTES;
+  static constexpr int COLUMNS = 32 * Codec<F>::GROUPS;
+  static constexpr int SCALES = M::HAS_SCALES ? M::SCALES : 0;
+
+  // A warp's ring of so many places, and behind it what it keeps of scales.
+  static __device__ __forceinline__ int ring_bytes(int depth) {
+    return aligned(depth * CHUNK + SCALES);
+  }
+  static __device__ __forceinline__ int tokens_bytes(int room) {
+    return (Staged::PER_TOKEN * room + 15) & ~15;
+  }
+  // As multiply_any asks for it.
+  static __device__ __forceinline__ int row_start(const std::uint8_t*, int row) {
+    return row * BYTES;
+  }
+};
+
+// A warp's chunks on their way to shared memory, to `depth` places in turn, DEPTH at most: each by
+// one copy that rings a bell; before sm_90 by copies of all lanes, a group for each chunk. The whole
+// warp calls all of this, and is past what it has read of a place before that is filled again.
+template <class F>
+struct Ring {
+  static constexpr int CHUNK = TileMemory<F>::CHUNK;
+  std::uint8_t* places;
+  Bell* bells;
+  int depth, lane;
+  int place = 0;       // that is read next
+  bool is_odd = true;  // how often its bell has rung then
+
+  __device__ __forceinline__ Ring(std::uint8_t* places, Bell* bells, int depth, int lane)
+      : places(places), bells(bells), depth(depth), lane(lane) {
+#if VP_ARCH >= 900
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i) make_bell(bells + i);
+      tell_bells();
+    }
+#endif
+  }
+  __device__ __forceinline__ void fetch(int to, const std::uint8_t* from) const {
+#if VP_ARCH >= 900
+    if (lane == 0) {
+      expect(bells + to, CHUNK);
+      copy_whole(places + to * CHUNK, from, CHUNK, bells + to);
+    }
+#else
+    std::uint8_t* own = places + to * CHUNK + 16 * lane;
+#pragma unroll
+    for (int at = 0; at < CHUNK; at += 512)
+      if (at + 512 <= CHUNK || at + 16 * lane < CHUNK) copy_async(own + at, from + 16 * lane + at, 16);
+#endif
+  }
+  // Behind each fetch, also where nothing was left to fetch.
+  __device__ __forceinline__ void close() const {
+#if VP_ARCH < 900
+    commit_copies();
+#endif
+  }
+  __device__ __forceinline__ void await_chunk() const {
+#if VP_ARCH >= 900
+    await(bells + place, is_odd);
+#else
+    if (depth == DEPTH) wait_for_copies<DEPTH - 1>();
+    else wait_for_copies<1>();
+    __syncwarp();
+#endif
+  }
+  __device__ __forceinline__ void advance() {
+    if (++place < depth) return;
+    place = 0;
+    is_odd = !is_odd;
+  }
+};
 
 // How a warp works on one chunk, and what it keeps for it.
 template <class F>

@@ -67,8 +67,8 @@ def names(ops: EmulatedOps) -> list[str]:
 def test_a_product_norms_with_the_same_bits(
     ops: EmulatedOps, name: str, columns: int, tokens: int
 ) -> None:
-    weight, gain = matrix(ops, name, 40, columns), vector(ops, columns, 2)
-    bias, x = vector(ops, 40, 4), residual(ops, tokens, columns)
+    weight, gain = matrix(ops, name, 48, columns), vector(ops, columns, 2)
+    bias, x = vector(ops, 48, 4), residual(ops, tokens, columns)
     first = rows.rms_norm(ops, x, gain, EPS)
     apart = ops.to_host(matmul.linear(ops, first, weight, bias))
     assert names(ops) == [NORM, "matmul_stream"]
@@ -85,7 +85,7 @@ def test_a_product_norms_with_the_same_bits(
 
 @pytest.mark.parametrize("pair", [("Q4_K", "Q6_K"), ("Q4_K", "Q8_0"), ("Q4_K", "Q5_K")])
 def test_two_formats_of_a_launch(ops: EmulatedOps, pair: tuple[str, str]) -> None:
-    weights = [matrix(ops, name, 33, 768) for name in (pair[0], pair[1], pair[0])]
+    weights = [matrix(ops, name, 48, 768) for name in (pair[0], pair[1], pair[0])]
     gain, x = vector(ops, 768, 2), residual(ops, 3, 768)
     apart = matmul.linears(ops, rows.rms_norm(ops, x, gain, EPS), weights, [None] * 3)
     names(ops)
@@ -98,7 +98,7 @@ def test_two_formats_of_a_launch(ops: EmulatedOps, pair: tuple[str, str]) -> Non
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_gate_and_its_up(ops: EmulatedOps, tokens: int) -> None:
-    gate, up = (matrix(ops, "Q4_K", 50, 768, seed) for seed in (5, 6))
+    gate, up = (matrix(ops, "Q4_K", 64, 768, seed) for seed in (5, 6))
     gain, x = vector(ops, 768, 2), residual(ops, tokens, 768)
     normed = rows.rms_norm(ops, x, gain, EPS)
     apart = ops.to_host(matmul.glu(ops, normed, gate, up, "silu"))
@@ -112,7 +112,7 @@ def test_whoever_cannot_norm_has_it_done_before(ops: EmulatedOps) -> None:
     """Once, and everything behind it reads that."""
     gain, x = vector(ops, 768, 2), residual(ops, 2, 768)
     want = ops.to_host(rows.rms_norm(ops, x, gain, EPS))
-    five, four = matrix(ops, "Q5_0", 40, 768), matrix(ops, "Q4_K", 40, 768)
+    five, four = matrix(ops, "Q5_0", 40, 768), matrix(ops, "Q4_K", 48, 768)
     apart = ops.to_host(matmul.linear(ops, ops.array(want), five))
     names(ops)
     late = norms.LateNorms().norm(ops, x, gain, EPS)
@@ -126,7 +126,7 @@ def test_whoever_cannot_norm_has_it_done_before(ops: EmulatedOps) -> None:
     assert norms.late_norm(late) is None
     np.testing.assert_array_equal(ops.to_host(late[1]), want[1])
     # many parts are normed once for all blocks
-    wide, large, rest = vector(ops, 4352, 2), matrix(ops, "Q4_K", 40, 4352), residual(ops, 4, 4352)
+    wide, large, rest = vector(ops, 4352, 2), matrix(ops, "Q4_K", 48, 4352), residual(ops, 4, 4352)
     matmul.linear(ops, norms.LateNorms().norm(ops, rest, wide, EPS), large)
     assert names(ops) == [NORM, "matmul_stream"]
     # what is added to might be what the norm is made of

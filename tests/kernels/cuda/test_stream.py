@@ -59,7 +59,7 @@ def test_bits_are_those_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
-    for rows, columns, tokens in ((150, 768, 1), (37, 512, 8), (20, 4352, 3)):
+    for rows, columns, tokens in ((160, 768, 1), (48, 512, 8), (16, 4352, 3)):
         raw, x = random_raw(name, rows, columns), activations(tokens, columns)
         weight = ops.weight(raw, name, (rows, columns))
         array = ops.array(x)
@@ -77,7 +77,7 @@ def test_one_broad_team_has_the_same_bits(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops = ops_of(90, folder)
-    for rows, columns, tokens in ((50, 4096, 1), (64, 2304, 3), (16, 3072, 8)):
+    for rows, columns, tokens in ((48, 4096, 1), (64, 2304, 3), (16, 3072, 8)):
         weight = ops.weight(random_raw(name, rows, columns), name, (rows, columns))
         x, start = ops.array(activations(tokens, columns)), activations(tokens, rows, 4)
         got, plain = both(
@@ -100,7 +100,7 @@ def test_where_one_broad_team_is_better() -> None:
         assert found is not None
         return found.warps
 
-    assert [warps(rows, 4096) for rows in (2048, 132 * 16, 132 * 16 + 1)] == [16, 16, 8]
+    assert [warps(rows, 4096) for rows in (2048, 132 * 16, 133 * 16)] == [16, 16, 8]
     assert [warps(2048, columns) for columns in (2048, 2304, 4096, 4352)] == [8, 16, 16, 8]
 
 
@@ -115,7 +115,7 @@ def test_two_formats_share_a_launch(
     if teams == 1:
         monkeypatch.setattr(matmul, "max_shared", lambda arch: 99 << 10)
     x = activations(2, 768)
-    names, counts = (pair[0], pair[1], pair[0]), (70, 33, 200)
+    names, counts = (pair[0], pair[1], pair[0]), (80, 48, 208)
     raws = [random_raw(name, rows, 768) for name, rows in zip(names, counts, strict=True)]
     weights = [
         ops.weight(raw, name, (rows, 768))
@@ -132,7 +132,7 @@ def test_two_formats_share_a_launch(
 
 def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
-    for run in glu_and_residual(ops, 170, 3):
+    for run in glu_and_residual(ops, 176, 3):
         np.testing.assert_array_equal(*both(ops, monkeypatch, run))
 
 
@@ -146,8 +146,31 @@ def test_what_does_not_fit_is_left_to_rows() -> None:
     assert deal("F16", 4096, 1, 4096) is None
     assert deal("Q4_K", 4096, 9, 4096) is None
     assert deal("Q8_0", 288, 1, 4096) is None
-    assert deal("Q4_K", 4096, 1, 15) is None
+    assert deal("Q4_K", 4096, 1, 4088) is None
     assert deal("Q4_K", 65536, 8, 4096) is None
+
+
+def test_what_lies_row_by_row_is_left_to_rows(folder: Path) -> None:
+    ops = ops_of(90, folder)
+    ops.tiles = False
+    weight = ops.weight(random_raw("Q4_K", 16, 512), "Q4_K", (16, 512))
+    matmul.linear(ops, ops.array(activations(1, 512)), weight)
+    assert ops.launched[-1][0] in matmul.ROWS.values()
+
+
+def test_rings_are_as_deep_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def depth(name: str, tokens: int) -> int:
+        task = stream.Task((name, name), 4096, tokens, (4096,), (), False, 132, 227 << 10)
+        found = stream.deal(task)
+        assert found is not None
+        assert found.shared <= 227 << 10
+        return found.depth
+
+    monkeypatch.setattr(stream, "DEPTH", 4)
+    stream.deal.cache_clear()
+    assert [depth("Q4_K", tokens) for tokens in (1, 4, 8)] == [4, 4, 3]
+    assert [depth(name, 1) for name in ("Q5_K", "Q6_K", "Q8_0")] == [4, 4, 3]
+    stream.deal.cache_clear()
 
 
 def test_two_formats_are_dealt_by_their_bytes() -> None:
