@@ -112,7 +112,8 @@ class Launch:
         rest = tuple(p.weight.shape[0] for p in products if p.weight.type_name != pair[0])
         others = sum(1 << i for i, p in enumerate(products) if p.weight.type_name != pair[0])
         card = ops.multiprocessors, max_shared(ops.arch)
-        task = stream.Task(pair, columns, tokens, own, rest, is_glu, *card)
+        is_tiled = all(product.weight.is_tiled for product in products)
+        task = stream.Task(pair, columns, tokens, own, rest, is_glu, *card, is_tiled=is_tiled)
         return cls(task, epilogue, others, _matrix_args(products))
 
 
@@ -211,16 +212,16 @@ def _rows(ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int)
     if not len(x):
         return
     if epilogue in (SILU, GELU):
-        if len({product.weight.type_name for product in products}) == 1:
+        if len({(each.weight.type_name, each.weight.is_tiled) for each in products}) == 1:
             _launch(ops, x, products, epilogue)
         else:
-            _glu_of_two_formats(ops, x, products, epilogue)
+            _glu_of_two_kinds(ops, x, products, epilogue)
         return
     for launch in _launches(products):
         _launch(ops, x, launch, epilogue)
 
 
-def _glu_of_two_formats(
+def _glu_of_two_kinds(
     ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int
 ) -> None:
     with ops.scope():
@@ -274,7 +275,8 @@ def _launch(ops: Launcher, x: DeviceArray, products: list[Product], epilogue: in
     loops = slots and blocks > (most if room > 1 else MANY_TURNS * most)
     if loops:
         shared += (slots - 1) * chunks[0].warps * chunks[0].slot_bytes(room)
-    numbers = columns, tokens, room, epilogue, launch.others, slots if loops else 1
+    tiled = sum(product.weight.is_tiled << i for i, product in enumerate(products))
+    numbers = columns, tokens, room, epilogue, launch.others, tiled, slots if loops else 1
     ops.kernel(ROWS[*pair, int(room > 8), tiles, int(bool(loops))])(
         (most if loops else blocks, -(-tokens // room)),
         32 * chunks[0].warps,
@@ -295,14 +297,15 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
         norm, deal = None, stream.deal(task)
     if deal is None:
         return False
-    numbers = task.columns, task.tokens, launch.epilogue, launch.others, deal.first_other
+    numbers = task.columns, task.tokens, launch.epilogue, launch.others
+    ends = deal.first_other, deal.depth
     read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
     ops.kernel(deal.instance(task.pair, bool(launch.line)))(
         (deal.blocks,),
         deal.threads,
-        (*launch.matrices, read, *map(np.int32, numbers), gain, *shares, *launch.line),
+        (*launch.matrices, read, *map(np.int32, (*numbers, *ends)), gain, *shares, *launch.line),
         shared=deal.shared,
     )
     return True
