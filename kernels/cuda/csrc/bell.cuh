@@ -39,6 +39,18 @@ __device__ __forceinline__ void await(Bell* bell, bool is_odd) {
       "r"(is_odd ? 0 : 1)
       : "memory");
 }
+// The same for what this block has asked for: it forgets nothing that the first cache holds.
+__device__ __forceinline__ void await_own(Bell* bell, bool is_odd) {
+  asm volatile(
+      "{\n"
+      ".reg .pred is_done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 is_done, [%0], %1;\n"
+      "@!is_done bra again;\n"
+      "}\n" ::"r"(shared_address(bell)),
+      "r"(is_odd ? 0 : 1)
+      : "memory");
+}
 // A multiple of 16 bytes of global memory to this block's shared memory; the bell hears of them. By
 // one thread, the one that has made the bell or one that has met it since.
 __device__ __forceinline__ void copy_whole(void* shared, const void* global, int bytes,

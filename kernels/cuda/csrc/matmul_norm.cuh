@@ -38,7 +38,7 @@ struct Norm {
   __device__ __forceinline__ void await_gains() const {
 #if VP_ARCH >= 900
     __syncthreads();
-    await(bell, true);
+    await_own(bell, true);
 #else
     wait_for_copies<0>();
     __syncthreads();

@@ -149,7 +149,7 @@ struct Ring {
   }
   __device__ __forceinline__ void await_chunk() const {
 #if VP_ARCH >= 900
-    await(bells + place, is_odd);
+    await_own(bells + place, is_odd);
 #else
     if (depth == DEPTH) wait_for_copies<DEPTH - 1>();
     else wait_for_copies<1>();

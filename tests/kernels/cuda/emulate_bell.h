@@ -57,5 +57,6 @@ inline void await(std::uint64_t* bell, bool is_odd) {
   while ((state_of(bell).rings & 1) != (is_odd ? 1 : 0))
     emulation::pause();
 }
+inline void await_own(std::uint64_t* bell, bool is_odd) { await(bell, is_odd); }
 
 }  // namespace voltapile
