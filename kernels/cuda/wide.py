@@ -15,6 +15,8 @@ from voltapile.kernels.cuda.launch import Instance
 
 FROM = 2  # rows
 PASS, ROOM = 8, 16  # tokens of one tile of the tensor core, and of a block
+DEPTH = 2  # chunks of a warp that are on their way at once
+BELLS = 128  # bytes, of a block
 FORMATS, MIXED = records.FORMATS, records.MIXED
 
 
@@ -27,7 +29,7 @@ def _instance(file: str, function: str, **defines: object) -> Instance:
 WIDE = {
     (pair, more): _instance(
         "matmul_wide.cu", "matmul_wide", FORMAT=pair[0], OTHER=pair[1],
-        DEPTH=stream.DEPTH, WARPS=stream.WARPS, TILES=1, MANY=2 * more,
+        DEPTH=DEPTH, WARPS=stream.WARPS, TILES=1, MANY=2 * more,
     )
     for pair in records.PAIRS
     for more in (0, 1)
@@ -66,5 +68,9 @@ def deal(task: stream.Task) -> Deal | None:
 
 def _shared_bytes(name: str, room: int, tiles: int) -> int:
     chunk = CHUNKS[name]
-    tokens = -(-2 * chunk.token_bytes * room // 128) * 128
-    return stream.WARPS * (stream.warp_bytes(chunk) + tokens + tiles * 64 * room)
+    warp = DEPTH * stream.ROWS * chunk.bytes + 2 * chunk.token_bytes * room
+    return BELLS + stream.WARPS * (_aligned(warp) + tiles * 64 * room)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 128) * 128

@@ -66,7 +66,7 @@ def test_bits_are_those_of_rows(
     ops = ops_of(90, folder)
     # The first has classes without columns; of the second a cluster has five or six units for two
     # warps, so that these share the last of five.
-    for rows, columns, tokens in ((60, 768, 19), (330, 2304, 11)):
+    for rows, columns, tokens in ((64, 768, 19), (336, 2304, 11)):
         raw, x = random_raw(name, rows, columns), activations(tokens, columns)
         weight = ops.weight(raw, name, (rows, columns))
         array = ops.array(x)
@@ -88,7 +88,7 @@ def test_sums_wait_for_their_readers(
 ) -> None:
     monkeypatch.setattr(clusters, "MEMORY", [(boxes, 1)])
     ops = ops_of(90, folder)
-    rows, columns, tokens = 500, 2304, 3
+    rows, columns, tokens = 512, 2304, 3
     raw, x = random_raw("Q8_0", rows, columns), activations(tokens, columns)
     weight = ops.weight(raw, "Q8_0", (rows, columns))
     array = ops.array(x)
@@ -111,8 +111,8 @@ def test_warps_may_drift_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("_way")
 def test_more_rows_than_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
-    raw, x = random_raw("Q4_K", 100, 512), activations(37, 512)
-    weight = ops.weight(raw, "Q4_K", (100, 512))
+    raw, x = random_raw("Q4_K", 112, 512), activations(37, 512)
+    weight = ops.weight(raw, "Q4_K", (112, 512))
     array = ops.array(x)
     got = both(ops, monkeypatch, lambda: ops.to_host(matmul.linear(ops, array, weight)))
     np.testing.assert_array_equal(*got)
@@ -125,7 +125,7 @@ def test_two_formats_share_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatc
     x = ops.array(activations(10, 768))
     weights = [
         ops.weight(random_raw(name, rows, 768), name, (rows, 768))
-        for name, rows in (("Q4_K", 70), ("Q6_K", 33), ("Q4_K", 200))
+        for name, rows in (("Q4_K", 80), ("Q6_K", 48), ("Q4_K", 208))
     ]
 
     def run() -> np.ndarray:
@@ -138,7 +138,7 @@ def test_two_formats_share_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("_way")
 def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
-    for run in glu_and_residual(ops, 250, 9):
+    for run in glu_and_residual(ops, 256, 9):
         np.testing.assert_array_equal(*both(ops, monkeypatch, run))
 
 

@@ -33,7 +33,7 @@ def test_bits_are_those_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
-    for rows, columns, tokens in ((300, 512, 3), (37, 2304, 19), (20, 4352, 8)):
+    for rows, columns, tokens in ((304, 512, 3), (48, 2304, 19), (32, 4352, 8)):
         raw, x = random_raw(name, rows, columns), activations(tokens, columns)
         weight = ops.weight(raw, name, (rows, columns))
         array = ops.array(x)
@@ -55,7 +55,7 @@ def test_two_formats_share_a_launch(
 ) -> None:
     ops = ops_of(90, folder)
     x = activations(2, 768)
-    names, counts = (pair[0], pair[1], pair[0]), (70, 33, 400)
+    names, counts = (pair[0], pair[1], pair[0]), (80, 48, 400)
     raws = [random_raw(name, rows, 768) for name, rows in zip(names, counts, strict=True)]
     weights = [
         ops.weight(raw, name, (rows, 768))
@@ -75,7 +75,7 @@ def test_glu_bias_and_residual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ops = ops_of(90, folder)
-    for run in glu_and_residual(ops, 250, 9):
+    for run in glu_and_residual(ops, 256, 9):
         np.testing.assert_array_equal(*both(ops, monkeypatch, run, wide))
 
 
