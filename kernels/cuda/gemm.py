@@ -96,14 +96,14 @@ def sums(
     order = [(w, a) for w, a in itertools.product(*planes) if w + a < 2]
     for plane in planes[0]:
         with ops.scope():
-            unpacked = None if is_fused else _unpacked(ops, weight, plane)
+            whole = None if is_fused else unpacked(ops, weight, plane)
             for _, a in (pair for pair in order if pair[0] == plane):
                 factor = LOWER if plane + a else 1.0
                 adds = bool(plane + a)
-                if unpacked is None:
+                if whole is None:
                     _fused(ops, x.units[a], weight, plane, out, factor, adds)
                 else:
-                    ops.product(unpacked, x.units[a], out, factor, adds)
+                    ops.product(whole, x.units[a], out, factor, adds)
     return out
 
 
@@ -126,7 +126,8 @@ def finish(
     )
 
 
-def _unpacked(ops: Launcher, weight: CudaWeight, plane: int) -> DeviceArray:
+def unpacked(ops: Launcher, weight: CudaWeight, plane: int) -> DeviceArray:
+    """A weight as halves, row by row."""
     rows, columns = weight.shape
     chunk = CHUNKS[weight.type_name]
     out = ops.scratch((rows, columns), np.uint16)
@@ -135,7 +136,7 @@ def _unpacked(ops: Launcher, weight: CudaWeight, plane: int) -> DeviceArray:
     ops.kernel(UNPACK[weight.type_name, plane])(
         (-(-columns // span // block), min(rows, 65535)),
         block,
-        (weight.ptr, out.ptr, np.int32(rows), np.int32(columns)),
+        (weight.ptr, out.ptr, *map(np.int32, (rows, columns, weight.is_tiled))),
     )
     return out
 
@@ -161,7 +162,7 @@ def _fused(
             out.ptr,
             *map(np.int32, (rows, tokens, columns)),
             np.float32(factor),
-            np.int32(adds),
+            *map(np.int32, (adds, weight.is_tiled)),
         ),
         shared=(FUSED_ROWS + FUSED_TOKENS) * stride,
     )

@@ -71,6 +71,7 @@ def stream_in(
     if not tokens:
         return
     inject = down if mix.inject is None else _own(mix.inject)
+    assert mix.inject is None or not inject.is_tiled, inject.shape  # a row for each stream
     sizes = tokens, width, low, injects
     with ops.scope():
         parts = ops.scratch((tokens, STREAMS, low + injects))
@@ -81,9 +82,9 @@ def stream_in(
             before = None
         added = (0, 0) if before is None else (before[0].ptr, before[1].ptr)
         read, found = (x.ptr, *added, norm.ptr), (parts.ptr, factors.ptr)
-        _go_down(ops, (*read, down.ptr, inject.ptr, *found), down.type_name, sizes, eps)
+        _go_down(ops, (*read, down.ptr, inject.ptr, *found), down, sizes, eps)
         ends = out.ptr, 0 if injected is None else injected.ptr
-        _come_up(ops, (*read, up.ptr, *found, *ends), up.type_name, sizes)
+        _come_up(ops, (*read, up.ptr, *found, *ends), up, sizes)
 
 
 def _are_apart(one: DeviceArray, other: DeviceArray) -> bool:
@@ -91,28 +92,30 @@ def _are_apart(one: DeviceArray, other: DeviceArray) -> bool:
 
 
 def _go_down(
-    ops: Launcher, pointers: tuple[int, ...], name: str, sizes: tuple[int, ...], eps: float
+    ops: Launcher, pointers: tuple[int, ...], down: CudaWeight, sizes: tuple[int, ...], eps: float
 ) -> None:
     """sizes: tokens, their width, rank of the matrices, how many are injected to."""
     tokens, width, low, injects = sizes
     at_once = TOKENS[tokens > 1]
-    ops.kernel(DOWN[name, at_once])(
-        (STREAMS * -(-(low + injects) // ROWS[name]), -(-tokens // at_once)),
+    ops.kernel(DOWN[down.type_name, at_once])(
+        (STREAMS * -(-(low + injects) // ROWS[down.type_name]), -(-tokens // at_once)),
         32 * -(-width // (32 * EIGHT)),
-        (*pointers, *map(np.int32, sizes), np.float32(eps)),
+        (*pointers, *map(np.int32, sizes), np.float32(eps), np.int32(down.is_tiled)),
     )
 
 
-def _come_up(ops: Launcher, pointers: tuple[int, ...], name: str, sizes: tuple[int, ...]) -> None:
+def _come_up(
+    ops: Launcher, pointers: tuple[int, ...], up: CudaWeight, sizes: tuple[int, ...]
+) -> None:
     """sizes: as of _go_down."""
     tokens, width, low, _ = sizes
-    at_once, deal = TOKENS[tokens > 1], _deal(ops, name, width, low)
+    at_once, deal = TOKENS[tokens > 1], _deal(ops, up.type_name, width, low)
     blocks, turns = -(-width // deal.columns), -(-tokens // at_once)
     numbers = *sizes, deal.columns, deal.staged
-    ops.kernel(UP[name, at_once])(
+    ops.kernel(UP[up.type_name, at_once])(
         (blocks, turns),
         deal.threads,
-        (*pointers, *map(np.int32, numbers), np.float32(1 / STREAMS)),
+        (*pointers, *map(np.int32, numbers), np.float32(1 / STREAMS), np.int32(up.is_tiled)),
         shared=max(deal.shared_bytes(at_once), spread(ops, blocks * turns, 0)),
     )
 

@@ -47,7 +47,10 @@ def embed(ops: Launcher, table: CudaWeight, tokens: DeviceArray, scale: float = 
     ops.kernel(EMBED[table.type_name])(
         (_groups(blocks, max(1, EMBEDDED // (width // blocks))), len(tokens)),
         EMBEDDED if table.type_name in BY_VALUE else 128,
-        (table.ptr, tokens.ptr, out.ptr, np.int32(vocab), np.int32(blocks), np.float32(scale)),
+        (
+            *(table.ptr, tokens.ptr, out.ptr, np.int32(vocab), np.int32(blocks)),
+            *(np.float32(scale), np.int32(table.is_tiled)),
+        ),
     )
     return out
 

@@ -159,8 +159,9 @@ def _gather(
     """out [n, width]. is_in_order: of `numbers` rows, each lies at its number's place."""
     count, width = table.shape
     blocks = width // format_of(table.type_name).block_len
-    sizes = np.int64(numbers.size), np.int64(count), np.int32(blocks), np.int32(is_in_order)
-    args = data, numbers.ptr, out.ptr, *sizes
+    sizes = np.int64(numbers.size), np.int64(count), np.int32(blocks)
+    kinds = np.int32(is_in_order), np.int32(table.is_tiled)
+    args = data, numbers.ptr, out.ptr, *sizes, *kinds
     ops.kernel(GATHER[table.type_name])((_groups(numbers.size * blocks, 128),), 128, args)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from voltapile.kernels.cuda import tiles
 from voltapile.kernels.cuda.rows import FORMATS
 from voltapile.kernels.reference.ops import ReferenceOps
 from voltapile.shm.formats import format_of
@@ -39,15 +40,17 @@ def random_blocks(type_name: str, rows: int, columns: int) -> np.ndarray:
     return data.reshape(-1)
 
 
-@pytest.mark.parametrize("type_name", FORMATS)
-def test_embed_is_exact(cuda: Any, put: Any, type_name: str) -> None:
-    data = random_blocks(type_name, 33, 512)
+@pytest.mark.parametrize(
+    ("type_name", "rows"), [*((name, 33) for name in FORMATS), *((n, 48) for n in tiles.FORMATS)]
+)
+def test_embed_is_exact(cuda: Any, put: Any, type_name: str, rows: int) -> None:
+    data, shape = random_blocks(type_name, rows, 512), (rows, 512)
     tokens = np.array([0, 32, 5, 5, 31], np.int32)
     ref = ReferenceOps()
     for scale in (1.0, 45.25):
-        ours = cuda.to_host(cuda.embed(cuda.weight(data, type_name, (33, 512)), put(tokens), scale))
+        ours = cuda.to_host(cuda.embed(cuda.weight(data, type_name, shape), put(tokens), scale))
         with np.errstate(all="ignore"):  # MXFP4 reaches infinity
-            theirs = ref.embed(ref.weight(data, type_name, (33, 512)), tokens, scale)
+            theirs = ref.embed(ref.weight(data, type_name, shape), tokens, scale)
         np.testing.assert_array_equal(ours, theirs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import clusters, matmul, stream
+from voltapile.kernels.cuda import clusters, gemm, matmul, stream, tiles
 from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
 from voltapile.shm.formats import format_of
@@ -19,7 +19,7 @@ from ..kernels.test_matmul import activation_of, activations, random_raw, values
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(1, 256), (37, 768), (130, 4096), (33, 12288)]
+SHAPES = [(1, 256), (37, 768), (130, 4096), (33, 12288), (144, 4096), (48, 12288)]
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64, 130)
 WAYS = {
     "rows": EVERY_ROW_ALONE,
@@ -77,7 +77,7 @@ def test_float_columns_of_any_number(cuda: Any, put: Any, name: str, cols: int) 
 @pytest.mark.parametrize("way", ["fused", "library"])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_many_rows(cuda: Any, put: Any, name: str, way: str) -> None:
-    for rows, cols, tokens in ((200, 1024, 64), (131, 512, 130), (128, 2048, 512)):
+    for rows, cols, tokens in ((208, 1024, 64), (131, 512, 130), (128, 2048, 512)):
         weight, values = weight_of(cuda, name, rows, cols)
         x = activations(tokens, cols, tokens)
         got = linear(cuda, put, x, weight, WAYS[way])
@@ -85,14 +85,35 @@ def test_many_rows(cuda: Any, put: Any, name: str, way: str) -> None:
         assert (error <= tolerance(x, values, name, True)).all(), (rows, cols, tokens)
 
 
+@pytest.mark.parametrize("name", tiles.FORMATS)
+def test_both_layouts_give_the_same_bits(cuda: Any, put: Any, name: str) -> None:
+    """The first rows of a matrix that is not whole tiles are one that is."""
+    rows, cols = 112, 2304
+    raw = random_raw(name, rows + 8, cols)
+    whole = cuda.weight(raw, name, (rows + 8, cols))
+    tiled = cuda.weight(raw[: len(raw) // (rows + 8) * rows], name, (rows, cols))
+    assert (whole.is_tiled, tiled.is_tiled) == (False, True)
+    for tokens in (1, 5, 9, 70):
+        x = activations(tokens, cols, tokens)
+        for way in ("rows", "fused"):
+            expected = linear(cuda, put, x, whole, WAYS[way])[:, :rows]
+            np.testing.assert_array_equal(linear(cuda, put, x, tiled, WAYS[way]), expected)
+    halves = [cuda.to_host(gemm.unpacked(cuda, each, 0)) for each in (whole, tiled)]
+    np.testing.assert_array_equal(halves[0][:rows], halves[1])
+
+
+@pytest.mark.parametrize(("rows", "other_rows"), [(67, 50), (80, 64)])
 @pytest.mark.parametrize("name", CHUNKS)
-def test_a_row_has_the_same_bits_in_any_company(cuda: Any, put: Any, name: str) -> None:
+def test_a_row_has_the_same_bits_in_any_company(
+    cuda: Any, put: Any, name: str, rows: int, other_rows: int
+) -> None:
     cols = 1536
-    weight, _ = weight_of(cuda, name, 67, cols)
-    other, _ = weight_of(cuda, "Q8_0", 50, cols)
+    weight, _ = weight_of(cuda, name, rows, cols)
+    other, _ = weight_of(cuda, "Q8_0", other_rows, cols)
     x = activations(130, cols)
-    rows = [linear(cuda, put, row, weight, EVERY_ROW_ALONE) for row in x[:40, None]]
-    alone = np.concatenate(rows)
+    alone = np.concatenate(
+        [linear(cuda, put, row, weight, EVERY_ROW_ALONE) for row in x[:40, None]]
+    )
     for tokens in TOKENS:
         got = linear(cuda, put, x[:tokens], weight, EVERY_ROW_ALONE)
         np.testing.assert_array_equal(got[:40], alone[: min(tokens, 40)])
@@ -147,7 +168,7 @@ def test_many_rows_of_several_matrices(
     cols = 4096
     made = [
         weight_of(cuda, name, rows, cols, 5)[0]
-        for name, rows in (("Q4_K", 4096), ("Q4_K", 4096), ("Q6_K", 1032))
+        for name, rows in (("Q4_K", 4096), ("Q4_K", 4096), ("Q6_K", 1040))
     ]
     x = put(activations(tokens, cols, 8) / 1000)
     start = activations(tokens, 4096, 4)
@@ -166,10 +187,13 @@ def test_many_rows_of_several_matrices(
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("heights", [(70, 33), (64, 48), (64, 33)], ids=str)
 @pytest.mark.parametrize("pair", sorted(matmul.PAIRS), ids=str)
-def test_pairs_of_formats(cuda: Any, put: Any, pair: tuple[str, str]) -> None:
+def test_pairs_of_formats(
+    cuda: Any, put: Any, pair: tuple[str, str], heights: tuple[int, int]
+) -> None:
     x = activations(3, 768)
-    made = [weight_of(cuda, name, rows, 768) for name in pair for rows in (70, 33)][:3]
+    made = [weight_of(cuda, name, rows, 768) for name in pair for rows in heights][:3]
     outs = matmul.linears(cuda, put(x), [weight for weight, _ in made], [None] * 3)
     for (weight, values), out in zip(made, outs, strict=True):
         error = np.abs(cuda.to_host(out) - x.astype(np.float64) @ values.T)
@@ -178,9 +202,9 @@ def test_pairs_of_formats(cuda: Any, put: Any, pair: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("names", [("Q4_K", "Q4_K"), ("Q8_0", "Q8_0"), ("Q4_K", "Q6_K")], ids=str)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-def test_glu(cuda: Any, put: Any, kind: str, names: tuple[str, str], way: str) -> None:
-    rows, cols, tokens = 150, 512, 9
+@pytest.mark.parametrize(("kind", "rows"), [("silu", 144), ("gelu_tanh", 144), ("silu", 150)])
+def test_glu(cuda: Any, put: Any, kind: str, rows: int, names: tuple[str, str], way: str) -> None:
+    cols, tokens = 512, 9
     (gate, gates), (up, ups) = (
         weight_of(cuda, name, rows, cols, 5 + i) for i, name in enumerate(names)
     )
@@ -196,11 +220,12 @@ def test_glu(cuda: Any, put: Any, kind: str, names: tuple[str, str], way: str) -
     assert (np.abs(got - active * u) <= bound + 2.0**-20 * np.abs(active * u) + 1e-7).all()
 
 
+@pytest.mark.parametrize("rows", [50, 64])
 @pytest.mark.parametrize("way", WAYS)
-def test_bias_and_residual(cuda: Any, put: Any, way: str) -> None:
-    x, start = activations(11, 256), activations(11, 50, 4)
-    weight, _ = weight_of(cuda, "Q4_K", 50, 256)
-    bias = np.random.default_rng(3).standard_normal(50).astype(np.float32)
+def test_bias_and_residual(cuda: Any, put: Any, way: str, rows: int) -> None:
+    x, start = activations(11, 256), activations(11, rows, 4)
+    weight, _ = weight_of(cuda, "Q4_K", rows, 256)
+    bias = np.random.default_rng(3).standard_normal(rows).astype(np.float32)
     vector = cuda.weight(bias.view(np.uint8), "F32", bias.shape)
     plain = linear(cuda, put, x, weight, WAYS[way])
     total = put(start)
@@ -213,7 +238,7 @@ def test_bias_and_residual(cuda: Any, put: Any, way: str) -> None:
 @pytest.mark.parametrize("outlier", [1e4, 1e10, 1e30])
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16"])
 def test_outliers(cuda: Any, put: Any, name: str, outlier: float, way: str) -> None:
-    weight, values = weight_of(cuda, name, 65, 512)
+    weight, values = weight_of(cuda, name, 80, 512)
     x = activations(4, 512)
     x[1, 77], x[2], x[3] = outlier, 0, 1e-42
     got = linear(cuda, put, x, weight, WAYS[way])
@@ -228,7 +253,7 @@ def test_outliers(cuda: Any, put: Any, name: str, outlier: float, way: str) -> N
 def test_what_is_not_finite_shows_in_its_row_alone(
     cuda: Any, put: Any, way: str, bad: float
 ) -> None:
-    weight, _ = weight_of(cuda, "Q4_K", 65, 512)
+    weight, _ = weight_of(cuda, "Q4_K", 80, 512)
     x = activations(4, 512)
     clean = linear(cuda, put, x, weight, WAYS[way])
     x[1, 77] = bad

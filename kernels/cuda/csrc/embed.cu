@@ -3,6 +3,7 @@
 // there and back through shared memory. A token that is no row of the table becomes NaN, which ends
 // its request with an error.
 #include "formats/registry.h"
+#include "tiles.cuh"
 
 using namespace voltapile::formats;
 using Format = FORMAT;
@@ -50,18 +51,21 @@ constexpr int WIDE = Format::length + (Format::length > 1);  // lanes' values me
 // grid: (values of a row / 1024, tokens), THREADS threads
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 embed(const unsigned char* table, const int* tokens, float* out, int vocab, int blocks,
-      float scale) {
+      float scale, int is_tiled) {
   __shared__ unsigned char raw[BYTES];
   __shared__ float unpacked[BY_VALUE ? 1 : UNITS * WIDE];
   const int first = blockIdx.x * UNITS, count = min(UNITS, blocks - first);
   const int token = tokens[blockIdx.y];
   const bool is_there = token >= 0 && token < vocab;
   const long long row = is_there ? token : 0;
-  const unsigned char* from = table + (row * blocks + first) * Format::bytes;
+  const auto from = [&](int n) {
+    return voltapile::block_at<Format>(table, is_tiled, row, first + n, blocks);
+  };
   float* y = out + (static_cast<long long>(blockIdx.y) * blocks + first) * Format::length;
   if (!BY_VALUE) {
 #pragma unroll 8
-    for (int i = threadIdx.x; i < count * Format::bytes; i += THREADS) raw[i] = from[i];
+    for (int i = threadIdx.x; i < count * Format::bytes; i += THREADS) 
+      raw[i] = from(i / Format::bytes)[i % Format::bytes];
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += THREADS)
       Format::unpack(raw + i * Format::bytes, unpacked + i * WIDE);
@@ -71,7 +75,7 @@ embed(const unsigned char* table, const int* tokens, float* out, int vocab, int 
   for (int n = 0; n < UNITS * Format::length / THREADS; ++n) {
     const int i = n * THREADS + threadIdx.x, block = i / Format::length, e = i % Format::length;
     if (block >= count) break;
-    const float value = BY_VALUE ? Value<Format>::of(from + block * Format::bytes, e)
+    const float value = BY_VALUE ? Value<Format>::of(from(block), e)
                                  : unpacked[block * WIDE + e];
     y[i] = !is_there ? __int_as_float(0x7fffffff) : scale == 1.0f ? value : value * scale;
   }

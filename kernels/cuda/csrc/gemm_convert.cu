@@ -4,6 +4,7 @@
 // token's row gets one power of two (matmul_tokens.cuh). -D FORMAT; PLANE 1 asks for what the first
 // halves leave, times 2^11. The functions that do not need FORMAT are compiled with any.
 #include "matmul_tokens.cuh"
+#include "tiles.cuh"
 #include "unpack_k.cuh"
 
 using namespace voltapile;
@@ -35,19 +36,21 @@ __device__ __forceinline__ void write_units(Bytes chunk, int span, int p, uint4*
 }
 
 // grid: (4 * spans of a row / 256, rows). out: [rows][k / 32][4] units. k is a multiple of 32.
-extern "C" __global__ void weights_to_half(Bytes weights, uint4* out, int rows, int k) {
+extern "C" __global__ void weights_to_half(Bytes weights, uint4* out, int rows, int k,
+                                           int is_tiled) {
   using F = formats::FORMAT;
   using C = Codec<F>;
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
-  const int groups = k / 32;
+  const int groups = k / 32, row_bytes = k / F::length * F::bytes;
+  const Lay lay = lay_of(is_tiled, C::BYTES, row_bytes);
   for (int row = blockIdx.y; row < rows; row += gridDim.y) {
-    const long long row_bytes = static_cast<long long>(k / F::length) * F::bytes;
+    const Bytes own_row = row_at(weights, lay, row, row_bytes);
     uint4* out_row = out + static_cast<long long>(row) * groups * 4;
     if constexpr (C::EXPAND) {
       __shared__ __align__(16) float floats[32 * 260];
       float* own = floats + 260 * threadIdx.x;
       if (index < k / 256) {
-        F::unpack(weights + row * row_bytes + static_cast<long long>(index) * F::bytes, own);
+        F::unpack(own_row + static_cast<long long>(index) * lay.chunk, own);
         for (int i = 0; i < 32; ++i)
           write_units<Codec<Expanded>>(reinterpret_cast<Bytes>(own), i >> 2, i & 3,
                                        out_row + 32 * index + 4 * (i >> 2), 1);
@@ -55,8 +58,7 @@ extern "C" __global__ void weights_to_half(Bytes weights, uint4* out, int rows, 
     } else {
       const int span = index >> 2, first = span * C::SPAN;
       if (first < groups)
-        write_units<C>(weights + row * row_bytes +
-                           static_cast<long long>(first / C::GROUPS) * C::BYTES,
+        write_units<C>(own_row + static_cast<long long>(first / C::GROUPS) * lay.chunk,
                        span % (C::GROUPS / C::SPAN), index & 3, out_row + 4 * first,
                        groups - first);
     }

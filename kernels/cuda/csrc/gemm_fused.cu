@@ -6,6 +6,7 @@
 // Two blocks share a multiprocessor, so that one unpacks while the other multiplies. -D FORMAT;
 // PLANE as in gemm_convert.cu.
 #include "gemm_tile.cuh"
+#include "tiles.cuh"
 
 using namespace voltapile;
 
@@ -13,7 +14,7 @@ using namespace voltapile;
 // of 32. sums[token][row] = or += factor * product.
 extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
     gemm_fused(Bytes weights, const uint4* halves, float* sums, int rows, int tokens, int k,
-               float factor, int adds) {
+               float factor, int adds, int is_tiled) {
   using F = formats::FORMAT;
   using C = Codec<F>;
   extern __shared__ __align__(128) std::uint8_t shared[];
@@ -21,7 +22,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   const int first_row = blockIdx.x * ROWS, first_token = blockIdx.y * TOKENS;
   const int groups = k / 32, warp = threadIdx.x >> 5;
   const Tile tile{static_cast<int>(threadIdx.x & 31)};
-  const long long row_bytes = static_cast<long long>(k / F::length) * F::bytes;
+  const int row_bytes = k / F::length * F::bytes;
+  const Lay lay = lay_of(is_tiled, C::BYTES, row_bytes);
+  const Bytes first_tile = weights + static_cast<long long>(first_row) * row_bytes;
   constexpr int TASKS = ROWS * 4 * (GROUPS / C::SPAN);  // row, span, p
   const int p = threadIdx.x & 3;
   float total[SUMS] = {};
@@ -32,9 +35,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
       const int row = task % ROWS, span = first / C::SPAN + task / ROWS, group = span * C::SPAN;
       std::uint8_t* to = row_units + row * STRIDE + 64 * (group - first);
       if (group < groups) {
-        const int there = min(first_row + row, rows - 1);
-        const Bytes chunk = weights + there * row_bytes +
-                            static_cast<long long>(group / C::GROUPS) * C::BYTES;
+        const int there = min(row, rows - 1 - first_row);
+        const Bytes chunk = first_tile + (there >> 4) * 16 * row_bytes + (there & 15) * lay.row +
+                            group / C::GROUPS * lay.chunk;
         unpack_to<C>(chunk, span % (C::GROUPS / C::SPAN), p, to);
       } else {
         *reinterpret_cast<uint4*>(to + 16 * p) = uint4{0, 0, 0, 0};

@@ -8,6 +8,7 @@
 #pragma once
 #include "grid.cuh"
 #include "matmul_chunk.cuh"
+#include "tiles.cuh"
 
 namespace voltapile {
 
@@ -117,6 +118,7 @@ __device__ __forceinline__ void multiply_block(const DirectBlock& block,
 struct Job {
   const std::uint8_t* first[TILES];  // row of each tile
   const float* x;
+  bool is_tiled;
   int last_row, k, tokens, room;  // last_row: of every tile, 15 unless the matrix has fewer
 
   // A register cannot be indexed.
@@ -136,16 +138,17 @@ __device__ __forceinline__ void multiply_direct(const Job& job, std::uint8_t* me
   static_assert(TILES <= 2);
   constexpr int BYTES = formats::Q4_K::bytes, STEP = 2 / TILES * WARPS;
   const int chunks = job.k / 256;
+  const Lay lay = lay_of(job.is_tiled, BYTES, chunks * BYTES);
   const int size = slots > 1 ? DirectTokens::bytes(job.room) : 0;
   int offset[Tile::ROWS];
 #pragma unroll
   for (int i = 0; i < Tile::ROWS; ++i)
-    offset[i] = min(tile.row(i), job.last_row) * (chunks * BYTES);
+    offset[i] = min(tile.row(i), job.last_row) * lay.row;
   DirectBlock held[2];
 #pragma unroll
   for (int slot = 0; slot < 2; ++slot) {
     const int chunk = warp + slot % (2 / TILES) * WARPS;
-    if (chunk < chunks) held[slot].load(job.first[slot % TILES] + chunk * BYTES, offset, tile);
+    if (chunk < chunks) held[slot].load(job.first[slot % TILES] + chunk * lay.chunk, offset, tile);
   }
   grid_wait();
 #pragma unroll 1
@@ -163,7 +166,7 @@ __device__ __forceinline__ void multiply_direct(const Job& job, std::uint8_t* me
       multiply_block(held[slot], staged, tile, total[t]);
       if (TILES == 1 || slot == 1) memory += size;
       if (chunk + STEP < chunks)
-        held[slot].load(job.first[t] + (chunk + STEP) * BYTES, offset, tile);
+        held[slot].load(job.first[t] + (chunk + STEP) * lay.chunk, offset, tile);
     }
   }
   __syncwarp();

@@ -5,7 +5,8 @@
 // the warps. Sums of a group are made afresh on the tensor core, scaled and added in float32.
 // Nothing that decides the order depends on the tokens. -D: FORMAT, and OTHER, the format of the
 // matrices whose bit in `others` is set; WARPS, TILES (a gate and its up share a block), MANY;
-// LOOPS: blocks stay, take every gridDim.x-th tile and keep `slots` chunks of tokens.
+// LOOPS: blocks stay, take every gridDim.x-th tile and keep `slots` chunks of tokens. A matrix lies by
+// tiles if its bit in `tiled` is set.
 #include "matmul_chunk.cuh"
 #include "matmul_direct.cuh"
 #include "matmul_epilogue.cuh"
@@ -28,14 +29,15 @@ __device__ __forceinline__ void multiply_staged(const Job& job, std::uint8_t* me
   constexpr int AHEAD = IS_ASYNC ? STAGES - 1 : 1;
   const int chunks = (job.k + COLUMNS - 1) / COLUMNS;
   const int row_bytes = job.k / F::length * F::bytes;
+  const Lay lay = lay_of(job.is_tiled, BYTES, row_bytes);
   typename M::Staged staged(memory + M::FIXED, job.room);
-  Raw raw(row_bytes, job.last_row, tile.lane);
+  Raw raw(lay.row, job.last_row, tile.lane);
 
   // Step s of this warp is tile s % TILES of its chunk s / TILES. Bytes go to the place `slot`.
   const auto fetch = [&](int step, int slot) {
     const int chunk = warp + step / TILES * WARPS, t = step % TILES;
     if (chunk < chunks) {
-      const std::uint8_t* first = job.first_of(t) + static_cast<long long>(chunk) * BYTES;
+      const std::uint8_t* first = job.first_of(t) + static_cast<long long>(chunk) * lay.chunk;
       const int left = row_bytes - chunk * BYTES;
       if constexpr (IS_ASYNC)
         raw.begin(memory + slot * Raw::SIZE, first, left);
@@ -58,7 +60,7 @@ __device__ __forceinline__ void multiply_staged(const Job& job, std::uint8_t* me
         raw.store(memory + slot * Raw::SIZE);
       __syncwarp();
       fetch(step + AHEAD, next);
-      const std::uint8_t* first = job.first_of(t) + static_cast<long long>(chunk) * BYTES;
+      const std::uint8_t* first = job.first_of(t) + static_cast<long long>(chunk) * lay.chunk;
       float part[PASSES][Tile::VALUES];
       multiply_any<F>(memory, slot * Raw::SIZE, memory + STAGES * Raw::SIZE, first, raw, staged,
                       tile, part);
@@ -93,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     matmul_rows(const std::uint8_t* weights0, const float* bias0, float* out0, int rows0,
                 const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                 const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
-                const float* x, int k, int tokens, int room, int epilogue, int others, int slots) {
+                const float* x, int k, int tokens, int room, int epilogue, int others, int tiled,
+                int slots) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   const bool is_glu = epilogue >= SILU;
@@ -124,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
       const int row = first_row_of(first_row + 16 * (is_glu ? t % PAIRED : t), matrix.rows);
       job.first[t] = (is_glu && t >= PAIRED ? weights1 : matrix.weights) + row * row_bytes;
     }
+    job.is_tiled = tiled >> m & 1;
     job.last_row = min(15, matrix.rows - 1);
     job.x = x + static_cast<long long>(first_token) * k;
     job.k = k;

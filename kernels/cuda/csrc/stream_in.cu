@@ -9,6 +9,7 @@
 #include "grid.cuh"
 #include "row_sums.cuh"
 #include "stream_share.cuh"
+#include "tiles.cuh"
 
 namespace voltapile {
 
@@ -79,15 +80,32 @@ __device__ __forceinline__ void multiply_item(const Item& item, const float* low
     if (t < tokens) out[t * apart] = sum[t];
 }
 
+// 256 columns of a row.
+constexpr int CHUNK_BYTES = 256 / Format::length * Format::bytes;
+
+// Sixteen bytes of a tiled matrix after the other, of rows from `first` on.
+__device__ __forceinline__ void stage_tiled(std::uint8_t* to, const std::uint8_t* up, int row_size,
+                                            int first, int bytes) {
+#pragma unroll 1
+  for (int i = 16 * threadIdx.x; i < bytes; i += 16 * blockDim.x) {
+    const int own = i / row_size, at = i - own * row_size, chunk = at / CHUNK_BYTES;
+    const Lay lay = lay_of(true, CHUNK_BYTES, row_size);
+    copy_whole(to + i, row_at(up, lay, first + own, row_size) + chunk * lay.chunk + at -
+                           chunk * CHUNK_BYTES);
+  }
+}
+
 // A block's rows of `up`, those of a stream together, on their way to shared memory.
 __device__ __forceinline__ void stage_rows(std::uint8_t* to, const std::uint8_t* up, int row_size,
-                                           int first, int own, int width) {
+                                           int first, int own, int width, bool is_tiled) {
   const int bytes = own * row_size;  // of a stream
   const bool is_whole = (bytes | row_size * first | row_size * width) % 16 == 0;
   const std::uint8_t* from = up + static_cast<long long>(first) * row_size;
 #pragma unroll 1
   for (int s = 0; s < STREAMS; ++s) {
-    if (is_whole)
+    if (is_tiled)
+      stage_tiled(to, up, row_size, s * width + first, bytes);
+    else if (is_whole)
 #pragma unroll 1
       for (int i = 16 * threadIdx.x; i < bytes; i += 16 * blockDim.x) copy_whole(to + i, from + i);
     else
@@ -122,7 +140,7 @@ using namespace voltapile;
 extern "C" __global__ void __launch_bounds__(TOKENS == 1 ? 768 : 512, 1)
 stream_down(const float* x, const float* inject_before, const float* y_before, const float* norm,
             const std::uint8_t* down, const std::uint8_t* inject, float* parts, float* factors,
-            int tokens, int width, int low, int injects, float eps) {
+            int tokens, int width, int low, int injects, float eps, int is_tiled) {
   __shared__ float sums[PASS][16][SUMS];
   grid_launch();
   const int stream = blockIdx.x % STREAMS, first = blockIdx.x / STREAMS * ROWS, all = low + injects;
@@ -131,12 +149,16 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
   const bool is_in = column < width;
   const int at = stream * width + (is_in ? column : 0);
   typename Eight<Format>::Raw raw[ROWS];
-  const unsigned row_size = row_bytes<Format>(STREAMS * width);
+  const int row_size = static_cast<int>(row_bytes<Format>(STREAMS * width));
+  const Lay lay = lay_of(is_tiled, CHUNK_BYTES, row_size);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const unsigned row = min(first + r, all - 1);
-    const std::uint8_t* matrix = row < low ? down : inject;
-    raw[r] = Eight<Format>::read(matrix + (row < low ? row : row - low) * row_size, at);
+    const int row = min(first + r, all - 1);
+    const bool is_down = row < low;
+    const std::uint8_t* from =
+        is_down ? row_at(down, lay, row, row_size) + at / 256 * lay.chunk
+                : inject + (row - low) * row_size + at / 256 * CHUNK_BYTES;
+    raw[r] = Eight<Format>::read(from, at % 256);
   }
   float weight[EIGHT];
   eight_of(norm + at, weight);
@@ -219,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(TOKENS == 1 ? 768 : 512, 1)
 stream_up(float* x, const float* inject_before, const float* y_before, const float* norm,
           const std::uint8_t* up, const float* parts, const float* factors, float* out,
           float* injected, int tokens, int width, int low, int injects, int columns,
-          int staged_bytes, float scale) {
+          int staged_bytes, float scale, int is_tiled) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   const int first = blockIdx.x * columns, own = min(columns, width - first), rows = own * STREAMS;
@@ -227,7 +249,7 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
   const int begin = blockIdx.y * TOKENS, here = TOKENS == 1 ? 1 : min(TOKENS, tokens - begin);
   float* lows = reinterpret_cast<float*>(shared + staged_bytes);
   float* gates = lows + TOKENS * low;
-  if constexpr (IS_STAGED) stage_rows(shared, up, row_size, first, own, width);
+  if constexpr (IS_STAGED) stage_rows(shared, up, row_size, first, own, width, is_tiled);
   // What this thread joins in the end, asked for early: one column of one token.
   const bool joins = static_cast<int>(threadIdx.x) < here * own;
   const Place mine(joins ? threadIdx.x : 0, own);

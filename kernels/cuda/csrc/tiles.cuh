@@ -1,6 +1,7 @@
-// Where the bytes of a matrix are: by tiles of 16 rows, chunk of 256 columns behind chunk, or row by
-// row as in the file (tiles.py). A tile begins where its first row would in the file.
+// Where the bytes of a matrix are: by tiles of 16 rows, chunk of 256 columns behind chunk, or row
+// by row as in the file (tiles.py). A tile begins where its first row would in the file.
 #pragma once
+#include "formats/registry.h"
 #include "half.cuh"
 
 namespace voltapile {
@@ -14,6 +15,18 @@ struct Lay {
 __device__ __forceinline__ Lay lay_of(bool is_tiled, int chunk_bytes, int row_bytes) {
   return is_tiled ? Lay{chunk_bytes, 16 * chunk_bytes} : Lay{row_bytes, chunk_bytes};
 }
+
+// What never lies by tiles needs no code for it.
+template <class F>
+constexpr bool HAS_TILES = false;
+template <>
+constexpr bool HAS_TILES<formats::Q4_K> = true;
+template <>
+constexpr bool HAS_TILES<formats::Q5_K> = true;
+template <>
+constexpr bool HAS_TILES<formats::Q6_K> = true;
+template <>
+constexpr bool HAS_TILES<formats::Q8_0> = true;
 
 // Where any row begins; its chunks are lay.chunk apart.
 __device__ __forceinline__ const std::uint8_t* row_at(const std::uint8_t* matrix, Lay lay,

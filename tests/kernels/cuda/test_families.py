@@ -460,8 +460,10 @@ def test_streams(plain: Any) -> None:
     np.testing.assert_allclose(plain.to_host(found), expected, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("type_name", ["F16", "Q8_0", "IQ4_NL", "Q5_0"])
-def test_ngram_rows(plain: Any, type_name: str) -> None:
+@pytest.mark.parametrize(
+    ("type_name", "width"), [("F16", 64), ("Q8_0", 64), ("Q8_0", 512), ("IQ4_NL", 64), ("Q5_0", 64)]
+)
+def test_ngram_rows(plain: Any, type_name: str, width: int) -> None:
     rng = np.random.default_rng(0)
     hashing = NGramHash(
         tuple(int(n) for n in rng.integers(2**40, 2**62, 3)), (97, 101, 103, 107),
@@ -472,6 +474,6 @@ def test_ngram_rows(plain: Any, type_name: str) -> None:
     rows = plain.ngram_rows(device(plain, batch), hashing)
     expected = REF.ngram_rows(batch, hashing)
     np.testing.assert_array_equal(plain.to_host(rows), expected)
-    mine, theirs = weights_of(plain, normal(1, 408, 64), type_name)
+    mine, theirs = weights_of(plain, normal(1, 416, width), type_name)
     found = plain.to_host(plain.ngram_gather(mine, rows))
     np.testing.assert_array_equal(found, REF.ngram_gather(theirs, expected))

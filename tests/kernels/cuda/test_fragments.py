@@ -8,11 +8,12 @@ accumulator or its timing. `slow` runs every format on every architecture.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import matmul
+from voltapile.kernels.cuda import matmul, tiles
 from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.compile import source_of
 from voltapile.kernels.cuda.matmul import Policy
@@ -96,14 +97,70 @@ def test_every_format(name: str, arch: int, folder: Path) -> None:
     check(name, arch, folder)
 
 
+def both_layouts(name: str, arch: int, folder: Path, tokens: Sequence[int]) -> None:
+    """By tiles and row by row, with the same bits."""
+    rows, columns = 48, 1280
+    raw = random_raw(name, rows, columns)
+    weights = values_of(raw, name, rows)
+    ops = ops_of(arch, folder)
+    found = []
+    for ops.tiles in (True, False):
+        weight = ops.weight(raw, name, (rows, columns))
+        assert weight.is_tiled == ops.tiles
+        for count in tokens:
+            x = activations(count, columns)
+            made = ops.to_host(matmul.linear(ops, ops.array(x), weight))
+            error = np.abs(made - x.astype(np.float64) @ weights.T)
+            assert (error <= tolerance(x, weights, name)).all()
+            found.append(made)
+    for one, other in zip(found, found[len(tokens) :], strict=False):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel streams."""
+    monkeypatch.setattr(matmul.stream, "ARCH", 1000)
+    monkeypatch.setattr(matmul.clusters, "ARCH", 1000)
+
+
+@pytest.mark.usefixtures("general")
+@pytest.mark.parametrize(("name", "arch"), [("Q4_K", 70), ("Q6_K", 75), ("Q8_0", 80)])
+def test_both_layouts(name: str, arch: int, folder: Path) -> None:
+    both_layouts(name, arch, folder, (3,))
+
+
+def test_a_gate_and_its_up_may_lie_otherwise(folder: Path) -> None:
+    ops, (rows, columns) = ops_of(70, folder), (48, 512)
+    raws = [random_raw("Q4_K", rows, columns, seed) for seed in (5, 6)]
+    x, found = ops.array(activations(3, columns) / 1000), []
+    for layouts in ((True, True), (False, False), (True, False)):
+        weights = []
+        for raw, ops.tiles in zip(raws, layouts, strict=True):
+            weights.append(ops.weight(raw, "Q4_K", (rows, columns)))
+        found.append(ops.to_host(matmul.glu(ops, x, *weights, "silu")))
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("general")
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", tiles.FORMATS)
+def test_both_layouts_of_every_format(name: str, arch: int, folder: Path) -> None:
+    both_layouts(name, arch, folder, (1, 9))
+
+
 def many_rows(name: str, arch: int, folder: Path) -> None:
     ops = ops_of(arch, folder)
-    raw, x = random_raw(name, 150, 512), activations(70, 512)
-    weights = values_of(raw, name, 150)
-    want = x.astype(np.float64) @ weights.T
-    for policy in (Policy(fused_from=1), Policy(generated=3, cublas_from=1)):
-        got = product(ops, raw, name, 150, x, policy)
-        assert (np.abs(got - want) <= tolerance(x, weights, name, True)).all(), policy
+    x = activations(70, 512)
+    for rows in (150, 144):  # whole tiles or not
+        raw = random_raw(name, rows, 512)
+        weights = values_of(raw, name, rows)
+        want = x.astype(np.float64) @ weights.T
+        for policy in (Policy(fused_from=1), Policy(generated=3, cublas_from=1)):
+            got = product(ops, raw, name, rows, x, policy)
+            assert (np.abs(got - want) <= tolerance(x, weights, name, True)).all(), policy
 
 
 @pytest.mark.parametrize(("name", "arch"), [("Q4_K", 70), ("Q6_K", 80)])
@@ -162,19 +219,19 @@ def test_a_token_that_is_alone_has_the_bits_of_one_in_company(
     assert not np.isfinite(together[2:]).any()
 
 
-@pytest.mark.parametrize("arch", [70])
+@pytest.mark.parametrize("rows", [333, 336])
 def test_a_block_takes_several_tiles(
-    arch: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul, "FEW_ROWS", 100)
-    ops = ops_of(arch, folder)
-    raw, x = random_raw("Q4_K", 333, 2304), activations(3, 2304)
-    got = product(ops, raw, "Q4_K", 333, x, matmul.EVERY_ROW_ALONE)
+    ops = ops_of(70, folder)
+    raw, x = random_raw("Q4_K", rows, 2304), activations(3, 2304)
+    got = product(ops, raw, "Q4_K", rows, x, matmul.EVERY_ROW_ALONE)
     assert ops.launched[-1][1] == (2 * ops.multiprocessors, 1)
-    weights = values_of(raw, "Q4_K", 333)
+    weights = values_of(raw, "Q4_K", rows)
     error = np.abs(got - x.astype(np.float64) @ weights.T)
     assert (error <= tolerance(x, weights, "Q4_K")).all()
-    few = product(ops, raw[: len(raw) // 333 * 40], "Q4_K", 40, x[1:2], matmul.EVERY_ROW_ALONE)
+    few = product(ops, raw[: len(raw) // rows * 40], "Q4_K", 40, x[1:2], matmul.EVERY_ROW_ALONE)
     assert ops.launched[-1][1] != (2 * ops.multiprocessors, 1)
     np.testing.assert_array_equal(few[0], got[1, :40])
 
@@ -183,7 +240,7 @@ def test_matrices_of_two_formats_share_a_launch(folder: Path) -> None:
     ops = ops_of(75, folder)
     x = activations(3, 768)
     names = ("Q4_K", "Q4_K", "Q6_K")
-    shapes = [(rows, 768) for rows in (70, 33, 20)]
+    shapes = [(rows, 768) for rows in (64, 33, 32)]  # the second is not tiled
     raws = [random_raw(name, *shape) for name, shape in zip(names, shapes, strict=True)]
     weights = [ops.weight(*each) for each in zip(raws, names, shapes, strict=True)]
     outs = matmul.linears(ops, ops.array(x), weights, [None] * 3)

@@ -31,7 +31,10 @@ def mix_of(ops: Any, name: str, width: int, low: int, injects: int) -> list[MixW
 
 @pytest.mark.parametrize(
     ("name", "width", "low", "injects"),
-    [("Q8_0", 320, 64, 4), ("Q8_0", 64, 96, 0), ("F16", 72, 40, 4), ("F32", 128, 32, 4)],
+    [
+        *(("Q8_0", 320, 64, 4), ("Q8_0", 64, 96, 0), ("F16", 72, 40, 4), ("F32", 128, 32, 4)),
+        *(("Q8_0", 256, 64, 4), ("Q8_0", 128, 512, 4)),  # one matrix in tiles; two
+    ],
 )
 def test_streams_to_one(plain: Any, name: str, width: int, low: int, injects: int) -> None:  # noqa: F811
     """With and without what is added first; each row as it is alone."""

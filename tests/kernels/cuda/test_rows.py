@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import rows, sampling
+from voltapile.kernels.cuda import rows, sampling, tiles
 from voltapile.kernels.cuda.chunks import REPACKED
 from voltapile.kernels.cuda.launch import CudaWeight
 from voltapile.kernels.cuda.repack import repacked
@@ -41,24 +41,30 @@ def true_vector(values: np.ndarray) -> Any:
 
 
 @pytest.mark.parametrize(
-    "type_name", ["F32", "F16", "Q4_K", "Q6_K", "Q8_0", "IQ2_XS", "MXFP4", "NVFP4"]
+    ("type_name", "vocab"),
+    [
+        *((name, 7) for name in ("F32", "F16", "Q4_K", "Q5_K", "Q6_K", "Q8_0")),
+        *((name, 7) for name in ("IQ2_XS", "MXFP4", "NVFP4")),
+        *((name, 32) for name in tiles.FORMATS),
+    ],
 )
-def test_embed(ops: EmulatedOps, type_name: str) -> None:
+def test_embed(ops: EmulatedOps, type_name: str, vocab: int) -> None:
     kind = format_of(type_name)
     rng = np.random.default_rng(0)
-    data = rng.integers(0, 256, (7 * 512 // kind.block_len, kind.block_bytes), np.uint8)
+    data = rng.integers(0, 256, (vocab * 512 // kind.block_len, kind.block_bytes), np.uint8)
     data[:, 1::2] &= 0xBB  # no float16 is infinite
     if type_name == "F32":
-        data = normal(0, 7, 512).view(np.uint8)
-    tokens = np.array([6, 0, 0, 3], np.int32)
+        data = normal(0, vocab, 512).view(np.uint8)
+    tokens = np.array([vocab - 1, 0, 0, 3], np.int32)
     raw, stored = data.reshape(-1), REPACKED.get(type_name, type_name)
     if stored != type_name:
         raw = np.concatenate(list(repacked(raw, type_name)))
-    table = ops.weight(raw, stored, (7, 512))
+    table = ops.weight(raw, stored, (vocab, 512))
+    assert table.is_tiled == (vocab == 32)
     ours = ops.to_host(rows.embed(ops, table, ops.array(tokens), 1.5))
-    theirs = REF.embed(REF.weight(data.reshape(-1), type_name, (7, 512)), tokens, 1.5)
+    theirs = REF.embed(REF.weight(data.reshape(-1), type_name, (vocab, 512)), tokens, 1.5)
     np.testing.assert_array_equal(ours, theirs)
-    bad = ops.to_host(rows.embed(ops, table, ops.array(np.array([7, -1], np.int32))))
+    bad = ops.to_host(rows.embed(ops, table, ops.array(np.array([vocab, -1], np.int32))))
     assert np.isnan(bad).all()
 
 
