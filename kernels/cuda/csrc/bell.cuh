@@ -12,6 +12,14 @@ using Bell = std::uint64_t;  // in shared memory
 __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
+// One thread of a warp that is together, always the same: for what follows the compiler then writes
+// no loop over threads, as it does where lane 0 is asked for.
+__device__ __forceinline__ bool is_elected() {
+  unsigned is_it;
+  asm volatile(
+      "{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(is_it));
+  return is_it;
+}
 // Bells that were made become known to copies; then other threads are met as usual.
 __device__ __forceinline__ void tell_bells() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

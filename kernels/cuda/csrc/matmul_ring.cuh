@@ -121,7 +121,7 @@ struct Ring {
   __device__ __forceinline__ Ring(std::uint8_t* places, Bell* bells, int depth, int lane)
       : places(places), bells(bells), depth(depth), lane(lane) {
 #if VP_ARCH >= 900
-    if (lane == 0) {
+    if (is_elected()) {
 #pragma unroll
       for (int i = 0; i < DEPTH; ++i) make_bell(bells + i);
       tell_bells();
@@ -130,7 +130,7 @@ struct Ring {
   }
   __device__ __forceinline__ void fetch(int to, const std::uint8_t* from) const {
 #if VP_ARCH >= 900
-    if (lane == 0) {
+    if (is_elected()) {
       expect(bells + to, CHUNK);
       copy_whole(places + to * CHUNK, from, CHUNK, bells + to);
     }

@@ -2,16 +2,15 @@
 // which lie by tiles (tiles.cuh), through a ring of `depth` places in shared memory, without a pause
 // from one tile to the next.
 //
-// A gate's tile and its up's are one unit. A block has TEAMS
-// teams of WARPS warps, and each takes every n-th unit of its format's; its warps share the columns
-// as in matmul_rows.cu and sums are made in the same order, so bits are the same. Tokens are staged
-// once, for all columns, and may be normed by that; before they are read, the ring is already being
-// filled (grid.cuh).
-// -D: FORMAT; OTHER, of the matrices whose bit in `others` is set, which blocks from first_other on
-// take; DEPTH; TEAMS; WARPS, eight, or twice as many with one chunk of columns each; THREADS that a
-// multiprocessor's registers shall suffice for, more than a block has, so that blocks of the next
-// kernels find room beside it; TILES 1 and MANY 0; PUSH 1, where what is made is this rank's part
-// of a sum and goes to the others at once.
+// A gate's tile and its up's are one unit. A block has TEAMS teams of WARPS warps, and each takes
+// every n-th unit of its format's; its warps share the columns as in matmul_rows.cu and sums are
+// made in the same order, so bits are the same. Tokens are staged once, for all columns, and may be
+// normed by that; before they are read, the ring is already being filled (grid.cuh).
+// Units of the two formats are counted apart; blocks from first_other on take OTHER's.
+// -D: FORMAT; OTHER; DEPTH, the most places of a ring; TEAMS; WARPS, eight, or twice as many with
+// one chunk of columns each; THREADS that a multiprocessor's registers shall suffice for, more than
+// a block has, so that blocks of the next kernels find room beside it; TILES 1 and MANY 0; PUSH 1,
+// where what is made is this rank's part of a sum and goes to the others at once.
 #include "grid.cuh"
 #include "group_push.cuh"
 #include "matmul_norm.cuh"
@@ -19,22 +18,12 @@
 using namespace voltapile;
 
 #if VP_ARCH >= 800
-// The units of this block's format, counted through its matrices.
+// The units of this block's format. They are counted through its matrices; addresses of all that a
+// matrix has are as if the first of these units were the first of the matrix.
 struct Units {
   const Product& all;
   int first, second, count;  // where the second and the third matrix begin, and the end
 
-  __device__ __forceinline__ Units(const Product& all, unsigned mask) : all(all) {
-    first = units_of(mask, 0);
-    second = first + (all.is_glu() ? 0 : units_of(mask, 1));
-    count = second + (all.is_glu() ? 0 : units_of(mask, 2));
-  }
-  __device__ __forceinline__ int units_of(unsigned mask, int m) const {
-    return mask >> m & 1 ? all.matrices[m].rows >> 4 : 0;
-  }
-  __device__ __forceinline__ int before(int unit) const {  // in earlier matrices
-    return unit < first ? 0 : unit < second ? first : second;
-  }
   __device__ __forceinline__ Matrix matrix(int unit) const {
     Matrix found = all.matrices[0];
     if (unit >= first) found = all.matrices[1];
@@ -75,8 +64,7 @@ struct Ahead {
   __device__ __forceinline__ void find() {
     left = static_cast<unsigned>(chunks - 1 - warp) / WARPS + 1;
     const std::uint8_t* weights = sub ? units.all.matrices[1].weights : units.matrix(unit).weights;
-    const int before = (unit - units.before(unit)) * chunks + warp;  // chunks of the matrix
-    from = weights + static_cast<long long>(before) * M::CHUNK;
+    from = weights + static_cast<long long>(unit * chunks + warp) * M::CHUNK;
   }
 };
 
@@ -114,7 +102,7 @@ struct Ending {
     if (i / 16 >= units.all.tokens) return;
     unit = afresh(unit);
     const Matrix matrix = units.matrix(unit);
-    const int own = 16 * (unit - units.before(unit)) + i % 16;
+    const int own = 16 * unit + i % 16;
     float value = 0, gate = 0;
 #pragma unroll 1
     for (int sub = 0; sub <= units.all.is_glu(); ++sub, sums += WARPS * one) {
@@ -136,21 +124,20 @@ struct Ending {
   }
 };
 
-// All units of this block: those of the matrices in `mask`, dealt to blocks `block` of `blocks`.
+// All units of this block, of those that are dealt to `blocks`.
 // Shared memory: a bell for each place of each ring and one for gains, rings, tokens, sums, gains.
 template <class F, class Line>
 __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line& line,
-                                       unsigned mask, int block, int blocks, int depth,
+                                       const Units& units, int block, int blocks, int depth,
                                        std::uint8_t* shared) {
   using M = TileMemory<F>;
   constexpr int ALL_WARPS = TEAMS * WARPS, BELLS = aligned(8 * (DEPTH * ALL_WARPS + 1));
   // One number for the whole warp: branches on it need no code for lanes that go apart.
   const int lane = threadIdx.x & 31, warp_of_block = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-  const int team = warp_of_block / WARPS, warp = warp_of_block % WARPS;
+  const int team = static_cast<unsigned>(warp_of_block) / WARPS, warp = warp_of_block & WARPS - 1;
   Bell* bells = reinterpret_cast<Bell*>(shared);
   Ring<F> ring(shared + BELLS + warp_of_block * M::ring_bytes(depth), bells + DEPTH * warp_of_block,
                depth, lane);
-  const Units units(all, mask);
   const int step = TEAMS * blocks;
   int unit = block + team * blocks;
   Ahead<F> ahead(units, unit, step, warp);
@@ -205,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     matmul_stream(const std::uint8_t* weights0, const float* bias0, float* out0, int rows0,
                   const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                   const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
-                  const float* x, int k, int tokens, int epilogue, int others, int first_other,
+                  const float* x, int k, int tokens, int epilogue, int first, int second,
+                  int count, int other_first, int other_second, int other_count, int first_other,
                   int depth, const float* gain, float eps, float share
 #if PUSH
                   , const Group* group, int rank, int ranks
@@ -227,10 +215,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
-    stream<formats::OTHER>(all, norm, line, others, block - first_other,
-                           blocks - first_other, depth, shared);
+    stream<formats::OTHER>(all, norm, line, {all, other_first, other_second, other_count},
+                           block - first_other, blocks - first_other, depth, shared);
   else
-    stream<formats::FORMAT>(all, norm, line, ~others & 7, block,
+    stream<formats::FORMAT>(all, norm, line, {all, first, second, count}, block,
                             IS_SAME ? blocks : first_other, depth, shared);
 #endif
 }
