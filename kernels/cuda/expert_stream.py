@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.cuda.chunks import CHUNKS, MUCH, max_shared
+from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.expert_groups import join
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
@@ -22,10 +22,14 @@ ARCH = 80  # from which on
 MOST_TOKENS = 4  # of a block
 # Bytes of a token's chunk in whole numbers: csrc/expert_tokens.cuh.
 SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 832, "Q5_1": 576, "Q8_0": 576}
-# So small that a block of expert_down_stream fits beside three of these: its weights come next.
-UP_WARPS, UP_DEPTH = 4, 3
-PARTS_WARPS, PARTS_DEPTH = 4, 2
+UP_WARPS = PARTS_WARPS = 4
+# Bytes of a warp's ring, most: of expert_up_stream the first with which a block of
+# expert_down_stream fits beside three of these, so that its weights come next.
+UP_RINGS, PARTS_RING = (11264, 6912), 6912
+DEPTHS = range(2, 5)  # of a ring: csrc/expert_strip.cuh
+BESIDE = 3  # blocks of expert_up_stream
 DOWN_WARPS = 12  # of a block, most
+BELLS = 128  # bytes, of a block
 NAMED = 3072  # bytes of shared memory that sources name, most
 STRIP = 8  # tiles of 16 rows of a block of expert_parts
 FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
@@ -48,6 +52,8 @@ DOWN_PAIRS = [
     ("Q5_1", "Q8_0"),
 ]
 
+PARTS_PAIRS = [(name, other) for name, other in DOWN_PAIRS if name != "Q5_1"]  # it has no tiles
+
 
 def _instances(
     function: str, pairs: list[tuple[str, str]], **defines: int
@@ -67,9 +73,9 @@ def _instance(
     return Instance(f"{function}.cu", function, named, is_exact=True, waits=True)
 
 
-UP = _instances("expert_up_stream", UP_PAIRS, WARPS=UP_WARPS, DEPTH=UP_DEPTH)
+UP = _instances("expert_up_stream", UP_PAIRS, WARPS=UP_WARPS)
 DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=DOWN_WARPS)
-PARTS = _instances("expert_parts", DOWN_PAIRS, WARPS=PARTS_WARPS, DEPTH=PARTS_DEPTH, STRIP=STRIP)
+PARTS = _instances("expert_parts", PARTS_PAIRS, WARPS=PARTS_WARPS, STRIP=STRIP)
 INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values()]
 
 
@@ -99,6 +105,16 @@ class Layer:
         """Of its down matrix."""
         return 0 if self.shared is None else self.shared.down.shape[1]
 
+    @property
+    def down_tiled(self) -> tuple[bool, bool]:
+        shared = self.shared is not None and self.shared.down.is_tiled
+        return self.table.down.is_tiled, shared
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether expert_parts takes what this layer's down matrices are."""
+        return all(self.down_tiled[: 1 if self.is_alone else 2]) and self.down_pair in PARTS_PAIRS
+
     def fits(self, used: int, most: int) -> bool:
         """It depends on nothing that changes from step to step."""
         if self.table.gate.type_name != self.table.up.type_name:
@@ -107,19 +123,29 @@ class Layer:
             return False
         if self.shared is not None and self.shared.gate.type_name != self.shared.up.type_name:
             return False
-        needed = self.up_bytes(1, UNITS), self.parts_bytes(1), self.down_bytes(used)
+        ups = [self.table.gate, self.table.up]
+        ups += [] if self.shared is None else [self.shared.gate, self.shared.up]
+        if not all(each.is_tiled for each in ups) or self.table.down.shape[1] % 16:
+            return False
+        needed = self.up_bytes(1, UNITS, UP_RINGS[-1]), self.parts_bytes(1), self.down_bytes(used)
         return max(needed) + NAMED <= most
 
-    def up_bytes(self, room: int, units: int) -> int:
+    def up_bytes(self, room: int, units: int, ring: int) -> int:
         columns = self.table.gate.shape[2]
-        routed, other = (
-            _strip_bytes(name, columns, room, 2 * units, UP_WARPS, UP_DEPTH)
-            for name in self.up_pair
+        before = (0, _whole(4 * columns) + _whole(4 * room * _chunks(columns)))
+        places = (16 * self.table.count, 0)
+        return max(
+            first + _strip_bytes(name, columns, room, 2 * units, UP_WARPS, ring, least)
+            for name, first, least in zip(self.up_pair, before, places, strict=True)
         )
-        routed += _whole(16 * self.table.count)
-        if self.shared is None:
-            return routed
-        return max(routed, _whole(4 * columns) + _whole(4 * room * _chunks(columns)) + other)
+
+    def up_ring(self, room: int, units: int, used: int, most: int) -> int:
+        """Bytes of a warp's ring."""
+        for ring in UP_RINGS[:-1]:
+            beside = BESIDE * (self.up_bytes(room, units, ring) + NAMED)
+            if beside + self.down_bytes(used) + NAMED <= most:
+                return ring
+        return UP_RINGS[-1]
 
     def down_items(self, used: int) -> int:
         return used * _chunks(self.table.down.shape[2]) + _chunks(self.shared_columns)
@@ -129,14 +155,16 @@ class Layer:
         return _groups(items, _groups(items, DOWN_WARPS))  # each with as many items
 
     def down_bytes(self, used: int) -> int:
+        """Tiles, a token's chunk for each warp, items' sums."""
         own, other = self.down_pair
-        tiles = used * _rows_bytes(own, self.table.down.shape[2])
-        tiles += _rows_bytes(other, self.shared_columns) * (self.shared is not None)
-        return tiles + self.down_items(used) * max(SLOTS[own], SLOTS[other])
+        tiles = used * 16 * row_bytes(own, self.table.down.shape[2])
+        tiles += 16 * row_bytes(other, self.shared_columns) * (not self.is_alone)
+        slots = self.down_warps(used) * max(SLOTS[own], SLOTS[other])
+        return tiles + slots + 64 * self.down_items(used)
 
     def parts_bytes(self, room: int) -> int:
         pairs = zip(self.down_pair, (self.table.down.shape[2], self.shared_columns), strict=True)
-        return max(_strip_bytes(*each, room, STRIP, PARTS_WARPS, PARTS_DEPTH) for each in pairs)
+        return max(_strip_bytes(*each, room, STRIP, PARTS_WARPS, PARTS_RING) for each in pairs)
 
     def down_args(self, inner: DeviceArray | None) -> tuple[int | np.int32, ...]:
         """Of the shared expert."""
@@ -166,7 +194,7 @@ def experts(
         own = routing[0][start:stop], routing[1][start:stop]
         with ops.scope():
             inner = _up(ops, x[start:stop], own[0], layer)
-            down = _down if stop - start <= FEW else _parts
+            down = _down if stop - start <= FEW or not layer.has_parts else _parts
             down(ops, inner, own, layer, out[start:stop], adds)
 
 
@@ -175,7 +203,9 @@ def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inn
     (tokens, columns), (_, rows, own_columns) = x.shape, layer.table.gate.shape
     assert columns == own_columns, (x, layer.table.gate.shape)
     units = 1 if tokens <= FEW else UNITS
-    room = _room(lambda room: layer.up_bytes(room, units), tokens, ops.arch)
+    room = _room(lambda room: layer.up_bytes(room, units, UP_RINGS[-1]), tokens, ops.arch)
+    ring = layer.up_ring(room, units, chosen.shape[1], max_shared(ops.arch))
+    depths = (np.int32(_depth(name, ring)) for name in layer.up_pair)
     inner, other = ops.scratch((chosen.size, rows)), None
     other_args: tuple[int, ...] = 0, 0, 0, 0
     other_rows = turns = 0
@@ -191,9 +221,9 @@ def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inn
         32 * UP_WARPS,
         (
             *(*layer.table.args, chosen.ptr, x.ptr, inner.ptr, *map(np.int32, numbers)),
-            *(*other_args, np.int32(other_rows)),
+            *(next(depths), *other_args, np.int32(other_rows), next(depths)),
         ),
-        shared=layer.up_bytes(room, units),
+        shared=layer.up_bytes(room, units, ring),
     )
     return inner, other
 
@@ -204,9 +234,10 @@ def _down(
     """Right behind expert_up_stream: the choice is there before that ends."""
     (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
     tokens, used = chosen.shape
-    numbers = used, columns, rows, int(adds)
+    tiled, shared_tiled = layer.down_tiled
+    numbers = used, columns, rows, int(adds), tiled + 2 * shared_tiled
     ops.kernel(DOWN[layer.down_pair, layer.is_alone])(
-        (_groups(rows, 16), tokens),
+        (rows // 16, tokens),
         32 * layer.down_warps(used),
         (
             *(*layer.table.args, chosen.ptr, shares.ptr, inner[0].ptr, out.ptr),
@@ -225,14 +256,15 @@ def _parts(
     parts, other, turns = ops.scratch((chosen.size, rows)), None, 0
     if layer.shared is not None:
         other, turns = ops.scratch((tokens, rows)), _groups(tokens, room)
-    numbers = tokens, used, columns, rows, room
+    depth, other_depth = (_depth(name, PARTS_RING) for name in layer.down_pair)
+    numbers = tokens, used, columns, rows, room, depth
     ops.kernel(PARTS[layer.down_pair, layer.is_alone])(
         (_groups(rows, 16 * STRIP), chosen.size + turns),
         32 * PARTS_WARPS,
         (
             *(*layer.table.args, chosen.ptr, inner[0].ptr, parts.ptr, *map(np.int32, numbers)),
             *(*layer.down_args(inner[1]), 0 if other is None else other.ptr),
-            np.int32(layer.shared_columns),
+            *map(np.int32, (layer.shared_columns, other_depth)),
         ),
         shared=layer.parts_bytes(room),
     )
@@ -248,18 +280,18 @@ def _room(nbytes: Callable[[int], int], tokens: int, arch: int) -> int:
     return room
 
 
-def _strip_bytes(name: str, columns: int, room: int, tiles: int, warps: int, depth: int) -> int:
-    """Of csrc/expert_strip.cuh: tokens, rings, sums."""
+def _strip_bytes(
+    name: str, columns: int, room: int, tiles: int, warps: int, ring: int, least: int = 0
+) -> int:
+    """Of csrc/expert_strip.cuh: bells, rings; tokens and sums, at least so many bytes."""
     chunks = _chunks(columns)
-    tokens, item = _whole(chunks * SLOTS[name] * room), CHUNKS[name].stage_bytes
-    places = min(2, depth) if item > MUCH else depth
-    return tokens + warps * _whole(places * item) + 64 * tiles * chunks * room
+    rings = warps * _depth(name, ring) * 16 * CHUNKS[name].bytes
+    return BELLS + rings + max(least, chunks * room * (SLOTS[name] + 64 * tiles))
 
 
-def _rows_bytes(name: str, columns: int) -> int:
-    """Of 16 whole rows: an odd number of 16 bytes each, from wherever they start in 16."""
-    row = row_bytes(name, columns) + max(0, 16 - CHUNKS[name].align)
-    return 256 * (_groups(row, 16) | 1)
+def _depth(name: str, ring: int) -> int:
+    """Chunks of a warp's ring."""
+    return max(DEPTHS[0], min(DEPTHS[-1], ring // (16 * CHUNKS[name].bytes)))
 
 
 def _chunks(columns: int) -> int:

@@ -1,12 +1,13 @@
 // Down of a token's chosen experts and their weighted sum, for few generated rows from sm_80 on,
-// and with it the expert that every token takes. A block has 16 rows of all of them: their bytes
-// lie in its shared memory, row by row, before tokens come; then a warp takes one chunk of one
-// expert, or a few. -D FORMAT; OTHER, of the expert that every token takes; ALONE 1 if there is
+// and with it the expert that every token takes. A block has 16 rows of all of them: their bytes,
+// contiguous whether they lie by tiles or by rows, are on their way to its shared memory before
+// tokens come; then a warp takes one chunk of one expert, or a few. -D FORMAT; OTHER, of the expert that every token takes; ALONE 1 if there is
 // none; WARPS, as many as a block may have; TILES 1 and MANY 0.
 #include "expert_chunks.cuh"
+#include "expert_fetch.cuh"
 #include "expert_table.cuh"
 #include "grid.cuh"
-#include "matmul_epilogue.cuh"
+#include "tiles.cuh"
 
 using namespace voltapile;
 
@@ -44,95 +45,72 @@ struct Present {
   }
 };
 
-// 16 rows of a matrix in shared memory, whole, each as it lies within 16 bytes.
+// 16 rows of a matrix in shared memory, as they lie.
 template <class Format>
 struct Rows {
-  static constexpr int SLACK = Codec<Format>::ALIGN >= 16 ? 0 : 16 - Codec<Format>::ALIGN;
-  int bytes, stride, last_row;
+  using C = Chunks<Format>;
+  int k, bytes;
+  Lay lay;
 
-  __device__ __forceinline__ Rows(int k, int last_row)
-      : bytes(Chunks<Format>{k}.row_bytes()), stride(odd_sixteens(bytes + SLACK)),
-        last_row(last_row) {}
-  __device__ __forceinline__ static int skew(const std::uint8_t* p) {
-    return SLACK ? static_cast<int>(reinterpret_cast<std::uint64_t>(p) & 15) : 0;
-  }
-  // memory: of the tile that begins at `first`.
-  __device__ __forceinline__ void begin(std::uint8_t* memory, const std::uint8_t* first, int row,
-                                        int lane) const {
-    const std::uint8_t* from = first + min(row, last_row) * bytes;
-    const int less = skew(from);
-#pragma unroll 1
-    for (int at = 16 * lane; at < bytes + less; at += 512)
-      copy_async(memory + row * stride + at, from - less + at, 16);
-  }
-  // Sums of 16 rows are kept where the token was.
-  __device__ __forceinline__ void multiply(const std::uint8_t* memory, const std::uint8_t* first,
-                                           int k, int chunk, std::uint8_t* slot, int lane) const {
+  __device__ __forceinline__ Rows(int k, bool is_tiled)
+      : k(k), bytes(16 * C{k}.row_bytes()), lay(lay_of(is_tiled, C::BYTES, bytes / 16)) {}
+
+  // Of one chunk and its token, by a warp that has met: sums of 16 rows.
+  __device__ __forceinline__ void multiply(const std::uint8_t* memory, int chunk,
+                                           const std::uint8_t* slot, float* kept, int lane) const {
     const Tile tile{lane};
     int at[Tile::ROWS];
 #pragma unroll
-    for (int i = 0; i < Tile::ROWS; ++i) {
-      const int row = tile.row(i);
-      at[i] = row * stride + skew(first + min(row, last_row) * bytes) +
-              chunk * Chunks<Format>::BYTES;
-    }
+    for (int i = 0; i < Tile::ROWS; ++i) at[i] = tile.row(i) * lay.row + chunk * lay.chunk;
     float sums[2];
-    WholeBlock<Format>::multiply_one(memory, at, slot, lane, Chunks<Format>{k}.groups(chunk), sums);
-    __syncwarp();  // the token has been read
+    WholeBlock<Format>::multiply_one(memory, at, slot, lane, C{k}.groups(chunk), sums);
     if ((lane & 3) == 0)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) reinterpret_cast<float*>(slot)[tile.row(i)] = sums[i];
+      for (int i = 0; i < 2; ++i) kept[tile.row(i)] = sums[i];
   }
 };
 #endif
 
 // grid: (rows / 16, tokens), as many warps as suit. inner: [tokens * used][k], other_inner
 // [tokens][other_k] or null; out [tokens][rows]: the weighted sum over a token's experts in the
-// order of `chosen`, then the one that all take. What was chosen is there before the wait, since
-// expert_up_stream is the kernel before.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, IS_ALONE ? 3 : 2)
+// order of `chosen`, then the one that all take. tiled: bit 0 if experts lie by tiles, 1 if the one
+// that all take does. What was chosen is there before the wait, since expert_up_stream is the
+// kernel before; so it has asked for all of its own weights.
+extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALONE ? 3 : 2)
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, const float* inner, float* out, int used, int k,
-                       int rows, int accumulate, const std::uint8_t* other_down,
+                       int rows, int accumulate, int tiled, const std::uint8_t* other_down,
                        const float* other_inner, int other_k) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ Present here;
+  __shared__ Bell bells[MOST_USED + 1];
   __shared__ float sums[(MOST_USED + 1) * 16];
   const int warp = own_warp(), lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-  const long long token = blockIdx.y;
-  const int meant = blockIdx.x * 16, first_row = first_row_of(meant, rows);
+  const long long token = blockIdx.y, unit = blockIdx.x;
+  const Rows<F> tiles(k, tiled & 1);
+  const Rows<O> other_tile(IS_ALONE ? 0 : other_k, tiled & 2);
   const Chunks<F> cut{k};
-  const Chunks<O> other_cut{IS_ALONE ? 0 : other_k};
-  const Rows<F> tiles(k, min(15, rows - 1));
-  const Rows<O> other_tile(other_cut.k, min(15, rows - 1));
+  const Chunks<O> other_cut{other_tile.k};
   here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, used);
   __syncwarp();
   const int chunks = cut.count(), items = here.count * chunks, others = other_cut.count();
-  const int tile_bytes = 16 * tiles.stride;
-  std::uint8_t* other_memory = shared + used * tile_bytes;
-  std::uint8_t* slots = other_memory + (IS_ALONE ? 0 : 16 * other_tile.stride);  // [item]
-  const auto row_of = [&](int n) {
-    return here.down[n] + static_cast<long long>(first_row) * tiles.bytes;
-  };
-  const std::uint8_t* other_row = other_down + static_cast<long long>(first_row) * other_tile.bytes;
+  const int results = here.count + (others > 0), all = items + others;
+  // Tiles, a token's chunk for each warp, items' sums.
+  std::uint8_t* other_memory = shared + used * tiles.bytes;
+  std::uint8_t* slot = other_memory + (IS_ALONE ? 0 : other_tile.bytes) + warp * SLOT;
+  float* kept = reinterpret_cast<float*>(slot + (warps - warp) * SLOT);
 #pragma unroll 1
-  for (int row = warp; row < 16 * here.count; row += warps) {
-    tiles.begin(shared + row / 16 * tile_bytes, row_of(row / 16), row % 16, lane);
-    commit_copies();
-    wait_for_copies<3>();  // four rows are on their way: what the kernel before asks for goes first
+  for (int n = warp; n < results; n += warps) {
+    make_bells(bells + n, 1, lane);
+    if (!IS_ALONE && n == here.count)
+      fetch(other_memory, other_down + unit * other_tile.bytes, other_tile.bytes, bells + n, lane);
+    else
+      fetch(shared + n * tiles.bytes, here.down[n] + unit * tiles.bytes, tiles.bytes, bells + n,
+            lane);
   }
-  if (others > 0)
-#pragma unroll 1
-    for (int row = warp; row < 16; row += warps)
-      other_tile.begin(other_memory, other_row, row, lane);
-  commit_copies();
-  const int row = first_row + threadIdx.x;
-  const bool writes = threadIdx.x < 16 && row >= meant && row < rows;
-  float* to = out + token * rows + row;
   const float* own_inner = inner + token * used * k;
   const float* others_inner = other_inner + token * other_k;
-  const Walk begin(warp, chunks);
   // A walk goes over a token's experts as over tiles; behind them are items of the one that all
   // take.
   const auto load = [&](const Walk& at, int item) {
@@ -140,43 +118,45 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, IS_ALONE ? 3 : 2)
                ? other_cut.load(others_inner, item - items, lane)
                : cut.load(own_inner + here.ranks[at.tile] * k, at.chunk, lane);
   };
-  const int all = items + others;
+  Walk ahead(warp, chunks), walk = ahead;
+  const bool writes = threadIdx.x < 16;
+  float* to = out + token * rows + 16 * unit + threadIdx.x;
   grid_wait();
   grid_launch();
-  Walk walk = begin;
   Held held;
-  if (warp < all) held = load(walk, warp);
+  if (warp < all) held = load(ahead, warp);
   const float before = writes && accumulate ? *to : 0.0f;
-#pragma unroll 1
-  for (int item = warp; item < all; item += warps) {
-    const Held own = held;
-    walk.advance(warps, chunks);
-    if (item + warps < all) held = load(walk, item + warps);
-    if (!IS_ALONE && item >= items)
-      WholeTokens<O>::put(slots + item * SLOT, own, lane);
-    else
-      WholeTokens<F>::put(slots + item * SLOT, own, lane);
+  if (!HAS_BELLS) {
+    commit_copies();
+    wait_for_copies<0>();
   }
-  wait_for_copies<0>();
   __syncthreads();
-  walk = begin;
 #pragma unroll 1
   for (int item = warp; item < all; item += warps, walk.advance(warps, chunks)) {
-    std::uint8_t* slot = slots + item * SLOT;
-    if (!IS_ALONE && item >= items)
-      other_tile.multiply(other_memory, other_row, other_k, item - items, slot, lane);
+    const Held own = held;
+    const bool is_other = !IS_ALONE && item >= items;
+    ahead.advance(warps, chunks);
+    if (item + warps < all) held = load(ahead, item + warps);
+    if (is_other)
+      WholeTokens<O>::put(slot, own, lane);
     else
-      tiles.multiply(shared + walk.tile * tile_bytes, row_of(walk.tile), k, walk.chunk, slot, lane);
+      WholeTokens<F>::put(slot, own, lane);
+    __syncwarp();
+    hear(bells + (is_other ? here.count : walk.tile), true);
+    if (is_other)
+      other_tile.multiply(other_memory, item - items, slot, kept + 16 * item, lane);
+    else
+      tiles.multiply(shared + walk.tile * tiles.bytes, walk.chunk, slot, kept + 16 * item, lane);
+    __syncwarp();  // the token has been read
   }
   __syncthreads();
-  const int results = here.count + (others > 0);
 #pragma unroll 1
   for (int i = threadIdx.x; i < 16 * results; i += blockDim.x) {
     const int n = i / 16, own = n < here.count ? chunks : others;
-    const float* from = reinterpret_cast<const float*>(slots + n * chunks * SLOT) + i % 16;
+    const float* from = kept + n * chunks * 16 + i % 16;
     float sum = 0.0f;
 #pragma unroll 4
-    for (int chunk = 0; chunk < own; ++chunk) sum += from[SLOT / 4 * chunk];
+    for (int chunk = 0; chunk < own; ++chunk) sum += from[16 * chunk];
     sums[i] = n < here.count ? here.weights[n] * sum : sum;
   }
   __syncthreads();

@@ -3,17 +3,18 @@
 // makes them: they depend neither on the number of warps nor on other tokens. Knows nothing of
 // experts.
 //
-// An item is a chunk of a tile; warp w takes items w, w + WARPS, ..., and has DEPTH of them on the
-// way, or two, if they are large. -D WARPS, DEPTH; TILES 1 and MANY 0.
+// An item is a chunk of a tile, which is contiguous (tiles.cuh); warp w takes items w, w + WARPS,
+// ..., and has some of them on the way. -D WARPS; TILES 1 and MANY 0.
 #pragma once
 #include "expert_chunks.cuh"
+#include "expert_fetch.cuh"
 #include "grid.cuh"
 #include "matmul_epilogue.cuh"
 
 namespace voltapile {
 
 #if VP_ARCH >= 800
-constexpr int MOST_TOKENS = 4;
+constexpr int MOST_TOKENS = 4, MOST_DEPTH = 4;
 
 // What Strip makes: of each chunk [token of `room`][16 rows], tile after tile.
 struct Sums {
@@ -76,88 +77,80 @@ struct Asked {
 };
 
 // What a block does: `tiles` tiles of matrices with rows of k columns, and `room` tokens, most. Its
-// memory: tokens, rings, items' sums.
+// memory: bells, warps' rings of `depth` chunks, tokens, items' sums.
 template <class F>
 struct Strip {
   using C = Chunks<F>;
-  using Raw = Stage<C::BYTES, Codec<F>::ALIGN>;
-  static constexpr int PLACES = Raw::SIZE > MUCH && DEPTH > 2 ? 2 : DEPTH;
-  static constexpr int RING = whole(PLACES * Raw::SIZE);
-  int tiles, k, last_row, room;
+  static constexpr int SIZE = 16 * C::BYTES, BELLS = 128;
+  static_assert(sizeof(Bell) * WARPS * MOST_DEPTH <= BELLS);
+  int tiles, k, room, depth;
   std::uint8_t* memory;
 
   __device__ __forceinline__ int slot_bytes() const { return C::SLOT * room; }
+  __device__ __forceinline__ std::uint8_t* tokens() const {
+    return memory + BELLS + WARPS * depth * SIZE;
+  }
+  // A warp's own, for all that a block multiplies: bells go on ringing.
+  __device__ __forceinline__ Ring<SIZE> ring() const {
+    const int warp = own_warp();
+    return {memory + BELLS + warp * depth * SIZE,
+            reinterpret_cast<Bell*>(memory) + warp * MOST_DEPTH, depth,
+            static_cast<int>(threadIdx.x & 31)};
+  }
 
-  // first_of(tile): its first row. Of `from`, in turn, by all threads: arrive(), when `count`
-  // tokens can be read, at row(token); see(token, chunk, values of this lane), by the warp that
-  // puts them down; meet(), when all have been seen. If weights are asked for before it arrives
-  // (is_early), they may be old; else what is asked for first comes first.
+  // first_of(tile): its bytes. Of `from`, by all threads: row(token), of `count` tokens;
+  // see(token, chunk, values of this lane), by the warp that puts them down; arrive(), after which
+  // they can be read, if weights are asked for before that (IS_EARLY), and nothing else. When all
+  // weights are asked for, the next kernel may ask for its own.
   template <class First, class From>
   __device__ __forceinline__ Sums multiply(int count, First first_of, From& from,
-                                           bool is_early) const {
+                                           Ring<SIZE>& ring) const {
     const int lane = threadIdx.x & 31, warp = own_warp();
     const C cut{k};
-    const int chunks = cut.count(), row_bytes = cut.row_bytes();
-    const int slot = slot_bytes(), tokens_bytes = whole(chunks * slot);
-    std::uint8_t* ring = memory + tokens_bytes + warp * RING;
-    float* kept = reinterpret_cast<float*>(memory + tokens_bytes + WARPS * RING);
-    const Raw raw(row_bytes, last_row, lane);
+    const int chunks = cut.count(), slot = slot_bytes();
+    std::uint8_t* put_down = tokens();
+    float* kept = reinterpret_cast<float*>(put_down + chunks * slot);
     const auto row_of = [&](int token) { return from.row(token); };
     Asked<F> asked(k, count, chunks, warp, lane);
     Walk ahead(warp, chunks), own = ahead;
-    const int asks = is_early ? 0 : -PLACES;
-    int place = 0;
-    // The first PLACES turns fill the ring. One loop: code that runs once comes from far away.
+    const auto ask = [&] {
+      const bool is_left = ahead.tile < tiles;
+      ring.ask(is_left ? first_of(ahead.tile) + ahead.chunk * SIZE : nullptr);
+      if (is_left) ahead.advance(WARPS, chunks);
+    };
+    if (!From::IS_EARLY) asked.begin(row_of);
 #pragma unroll 1
-    for (int turn = -PLACES; turn <= 0 || own.tile < tiles; ++turn) {
-      if (turn == asks) {
-        from.arrive();
-        asked.begin(row_of);
-      }
-      if (turn == 0) {
-        asked.finish(row_of, [&](int token, int chunk, const Held& held) {
-          WholeTokens<F>::put(memory + chunk * slot + token * C::SLOT, held, lane);
-          from.see(token, chunk, cut, held);
-        });
-        __syncthreads();
-        from.meet();
-      }
-      if (turn >= 0 && own.tile < tiles) {
-        wait_for_copies<PLACES - 1>();
-        __syncwarp();
-        multiply_item(ring + place * Raw::SIZE, raw, first_of(own.tile), own.chunk,
-                      kept + (own.tile * chunks + own.chunk) * 16 * room, lane);
-        __syncwarp();  // what was read may be overwritten
-        own.advance(WARPS, chunks);
-      }
-      if (ahead.tile < tiles) {
-        raw.begin_whole(ring + place * Raw::SIZE, first_of(ahead.tile) + ahead.chunk * C::BYTES);
-        ahead.advance(WARPS, chunks);
-      }
-      commit_copies();
-      place = place + 1 < PLACES ? place + 1 : 0;
+    for (int i = 0; i < depth; ++i) ask();
+    if (From::IS_EARLY) {
+      from.arrive();
+      asked.begin(row_of);
+    }
+    if (ahead.tile >= tiles) grid_launch();
+    asked.finish(row_of, [&](int token, int chunk, const Held& held) {
+      WholeTokens<F>::put(put_down + chunk * slot + token * C::SLOT, held, lane);
+      from.see(token, chunk, cut, held);
+    });
+    // A warp multiplies no other chunks than it has put down, where they are dealt evenly.
+    if (chunks % WARPS == 0)
+      __syncwarp();
+    else
+      __syncthreads();
+    const Tile tile{lane};
+    const int at[2] = {tile.row(0) * C::BYTES, tile.row(1) * C::BYTES};
+#pragma unroll 1
+    for (; own.tile < tiles; own.advance(WARPS, chunks)) {
+      const std::uint8_t* piece = ring.next();
+      float sums[2], *to = kept + (own.tile * chunks + own.chunk) * 16 * room;
+      WholeBlock<F>::multiply(piece, at, put_down + own.chunk * slot, room, lane, 8, sums);
+      if ((lane & 3) < room)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) to[(lane & 3) * 16 + tile.row(i)] = sums[i];
+      __syncwarp();  // what was read may be overwritten
+      ask();
+      if (ahead.tile >= tiles) grid_launch();
     }
     __syncthreads();
     return {kept, chunks, room};
-  }
-
- private:
-  // kept: [token][16 rows].
-  __device__ __forceinline__ void multiply_item(const std::uint8_t* place, const Raw& raw,
-                                                const std::uint8_t* row, int chunk, float* kept,
-                                                int lane) const {
-    const Tile tile{lane};
-    int at[Tile::ROWS];
-#pragma unroll
-    for (int i = 0; i < Tile::ROWS; ++i)
-      at[i] = raw.row_start(row + chunk * C::BYTES, tile.row(i));
-    float sums[2];
-    WholeBlock<F>::multiply(place, at, memory + chunk * slot_bytes(), room, lane,
-                            C{k}.groups(chunk), sums);
-    const int token = lane & 3;
-    if (token >= room) return;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) kept[token * 16 + tile.row(i)] = sums[i];
   }
 };
 #endif

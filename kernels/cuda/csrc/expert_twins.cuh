@@ -1,7 +1,6 @@
 // Pairs of a token and one of its experts, for generated rows from sm_80 on. Of those with the same
 // expert the first one's block works for all, so that weights are read once. It changes no sum.
-// -D FORMAT; OTHER, of the expert that every token takes; ALONE 1 if there is none; WARPS and DEPTH
-// as in expert_strip.cuh.
+// -D FORMAT; OTHER, of the expert that every token takes; ALONE 1 if there is none; WARPS.
 #pragma once
 #include "expert_strip.cuh"
 #include "expert_table.cuh"
@@ -19,11 +18,12 @@ using O = formats::OTHER;
 constexpr bool IS_ALONE = ALONE;
 
 // Of pairs with the expert of pair `own`, from the `first` on: lane i gets the i-th, or -1, and all
-// are counted; none if they are another block's. The whole warp calls.
+// are counted; none if they are another block's. The whole warp calls; past the first cache, which
+// may hold an earlier layer's.
 __device__ __forceinline__ int twins_of(const int* chosen, int pairs, int own, int first,
                                         int& mine) {
   constexpr int SEVERAL = 4;  // times 32 pairs are asked for at once
-  const int lane = threadIdx.x & 31, expert = chosen[own];
+  const int lane = threadIdx.x & 31, expert = __ldcg(chosen + own);
   int count = 0;
   mine = -1;
 #pragma unroll 1
@@ -32,7 +32,7 @@ __device__ __forceinline__ int twins_of(const int* chosen, int pairs, int own, i
 #pragma unroll
     for (int i = 0; i < SEVERAL; ++i) {
       const int at = base + 32 * i + lane;
-      there[i] = at < pairs ? chosen[at] : -1;
+      there[i] = at < pairs ? __ldcg(chosen + at) : -1;
     }
 #pragma unroll
     for (int i = 0; i < SEVERAL; ++i) {
@@ -57,12 +57,13 @@ struct Seats {
 struct Seated {
   const Seats& seats;
   const float* x;
+  static constexpr bool IS_EARLY = false;
 
   __device__ __forceinline__ void arrive() const {}
   __device__ __forceinline__ const float* row(int token) const { return x + seats.from[token]; }
   template <class Cut>
   __device__ __forceinline__ void see(int, int, const Cut&, const Held&) const {}
-  __device__ __forceinline__ void meet() const {}
+  __device__ __forceinline__ float factor(int) const { return 1.0f; }  // of what is written
 };
 #endif
 

@@ -11,24 +11,16 @@ struct Columns {  // as they begin in an Expert
   const std::uint8_t *gate, *up;
 };
 static_assert(GATE == 0 && UP == 1 && sizeof(Expert) % 16 == 0 && sizeof(Columns) == 16);
-struct Guests : Seats {
-  float factors[MOST_TOKENS];  // of what is written
-};
 
-// Tokens first to first + count - 1 of the expert that every token takes. weight, in shared memory
-// as `parts` [token of `room`][chunk] are, or null: factors are sigmoid(x . weight).
-template <class Seat>
+// Tokens of the expert that every token takes. weight, in shared memory as `parts` [token of
+// `room`][chunk] are, or null: factors are sigmoid(x . weight).
 struct Everybody : Seated {
-  Seat seat;
   const float* weight;
-  float *parts, *factors;
-  int count, chunks;
+  float* parts;
+  int chunks;
+  static constexpr bool IS_EARLY = true;
 
-  __device__ __forceinline__ void arrive() const {
-    grid_wait();
-    grid_launch();
-    seat();
-  }
+  __device__ __forceinline__ void arrive() const { grid_wait(); }
   template <class Cut>
   __device__ __forceinline__ void see(int token, int chunk, const Cut& cut, const Held& x) const {
     if (weight == nullptr) return;
@@ -39,38 +31,34 @@ struct Everybody : Seated {
     const float sum = warp_join(a + b, Add());
     if (lane == 0) parts[token * chunks + chunk] = sum;
   }
-  __device__ __forceinline__ void meet() const {
-    if (weight == nullptr || threadIdx.x >= count) return;
+  __device__ __forceinline__ float factor(int token) const {
+    if (weight == nullptr) return 1.0f;
     float sum = 0.0f;
 #pragma unroll 4
-    for (int i = 0; i < chunks; ++i) sum += parts[threadIdx.x * chunks + i];
-    factors[threadIdx.x] = sigmoid(sum);
+    for (int i = 0; i < chunks; ++i) sum += parts[token * chunks + i];
+    return sigmoid(sum);
   }
 };
 
 // What a block makes: units of 16 rows, `first` and those behind it, of a gate and its up with
 // `rows` rows of k columns, for up to `room` tokens. Their tiles are a gate's and its up's in turn.
 struct Units {
-  int first, count, rows, k, room;
+  int first, count, rows, k;
   Columns from;
 
-  __device__ __forceinline__ Units(int most, int rows, int k, int room)
-      : first(blockIdx.x * most),
-        count(max(0, min(most, (rows + 15) / 16 - first))),
-        rows(rows), k(k), room(room) {}
+  __device__ __forceinline__ Units(int most, int rows, int k)
+      : first(blockIdx.x * most), count(max(0, min(most, rows / 16 - first))), rows(rows), k(k) {}
 
-  // silu(gate x) * up x. source, is_early: as of Strip.
+  // silu(gate x) * up x. source: as of Strip.
   template <class Format, class From>
-  __device__ __forceinline__ void make(std::uint8_t* memory, int tokens, From source,
-                                       const Guests& guests, float* out, bool is_early) const {
-    const Strip<Format> strip{2 * count, k, min(15, rows - 1), room, memory};
+  __device__ __forceinline__ void make(const Strip<Format>& strip,
+                                       Ring<Strip<Format>::SIZE>& ring, int tokens, From source,
+                                       float* out) const {
+    const long long unit_bytes = 16 * Chunks<Format>{k}.row_bytes();
     const Sums sums = strip.multiply(
         tokens,
-        [&](int t) {
-          const long long row = first_row_of(16 * (first + t / 2), rows);
-          return (t & 1 ? from.up : from.gate) + row * Chunks<Format>{k}.row_bytes();
-        },
-        source, is_early);
+        [&](int t) { return (t & 1 ? from.up : from.gate) + (first + t / 2) * unit_bytes; },
+        source, ring);
     if (tokens <= 0) return;
     // A warp has a token of a unit, half of its lanes the gate's rows, the others those of up.
     const int warp = own_warp(), lane = threadIdx.x & 31;
@@ -80,11 +68,10 @@ struct Units {
 #pragma unroll 1
       for (; token >= tokens; ++unit) token -= tokens;
       if (unit >= count) return;
-      const int meant = 16 * (first + unit), row = first_row_of(meant, rows) + lane % 16;
       const float sum = sums.of(2 * unit + lane / 16, token, lane % 16);
       const float up = __shfl_xor_sync(ALL, sum, 16);
-      if (lane < 16 && row >= meant && row < rows)
-        out[guests.to[token] + row] = activated(sum, SILU) * up * guests.factors[token];
+      const float value = activated(sum, SILU) * up * source.factor(token);
+      if (lane < 16) out[source.seats.to[token] + 16 * (first + unit) + lane] = value;
     }
   }
 };
@@ -92,60 +79,61 @@ struct Units {
 
 // grid: (rows / 16 / units, tokens * used + turns of `room` tokens of the expert that all take).
 // out: [tokens * used][rows]; other_out [tokens][other_rows], times a token's gate if there is one.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
+// depth, other_depth: of rings. All matrices lie by tiles.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
     expert_up_stream(const Expert* table, int count, int first, const int* chosen, const float* x,
                      float* out, int tokens, int used, int k, int rows, int room, int units,
-                     const std::uint8_t* other_gate, const std::uint8_t* other_up,
-                     const float* other_weight, float* other_out, int other_rows) {
+                     int depth, const std::uint8_t* other_gate, const std::uint8_t* other_up,
+                     const float* other_weight, float* other_out, int other_rows,
+                     int other_depth) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
-  __shared__ Guests guests;
+  __shared__ Seats seats;
   const int pairs = tokens * used, y = blockIdx.y;
   // For each of `own` tokens, by a thread; row: that it is written to.
   const auto seat = [&](int own, unsigned token, unsigned row, int width) {
     __syncthreads();  // what is in shared memory has been read
     if (threadIdx.x < own) {
-      guests.from[threadIdx.x] = static_cast<long long>(token) * k;
-      guests.to[threadIdx.x] = static_cast<long long>(row) * width;
-      guests.factors[threadIdx.x] = 1.0f;
+      seats.from[threadIdx.x] = static_cast<long long>(token) * k;
+      seats.to[threadIdx.x] = static_cast<long long>(row) * width;
     }
     __syncthreads();
   };
   if (!IS_ALONE && y >= pairs) {
     const int begin = (y - pairs) * room, chunks = Chunks<O>{k}.count();
-    Units all(units, other_rows, k, room);
+    Units all(units, other_rows, k);
     all.from = {other_gate, other_up};
     const int own = all.count > 0 ? min(room, tokens - begin) : 0;
     float* weight = other_weight == nullptr ? nullptr : reinterpret_cast<float*>(shared);
     if (weight != nullptr)
 #pragma unroll 4
       for (int i = threadIdx.x; i < k; i += 32 * WARPS) weight[i] = other_weight[i];
-    float* parts = reinterpret_cast<float*>(shared + whole(4 * k));
-    const auto seats = [&] {
-      seat(own, begin + threadIdx.x, begin + threadIdx.x, other_rows);
-    };
-    const Everybody<decltype(seats)> source{{guests, x}, seats, weight, parts,
-                                            guests.factors, own, chunks};
-    all.make<O>(shared + whole(4 * k) + whole(4 * room * chunks), own, source, guests,
-                other_out, true);
+    std::uint8_t* parts = shared + whole(4 * k);
+    seat(own, begin + threadIdx.x, begin + threadIdx.x, other_rows);
+    const Strip<O> strip{2 * all.count, k, room, other_depth, parts + whole(4 * room * chunks)};
+    auto ring = strip.ring();
+    const Seated seated{seats, x};
+    all.make(strip, ring, own,
+             Everybody{seated, weight, reinterpret_cast<float*>(parts), chunks}, other_out);
     return;
   }
-  Units all(units, rows, k, room);
-  // Of all experts that are here, gate and up.
-  Columns* places = reinterpret_cast<Columns*>(shared);
+  Units all(units, rows, k);
+  Strip<F> strip{2 * all.count, k, room, depth, shared};
+  auto ring = strip.ring();
+  // Of all experts that are here, gate and up, until tokens come.
+  Columns* places = reinterpret_cast<Columns*>(strip.tokens());
 #pragma unroll 1
   for (int i = threadIdx.x; i < count; i += 32 * WARPS)
     copy_async(places + i, table[i].matrices + GATE, sizeof(Columns));
   commit_copies();
   grid_wait();
-  grid_launch();
   const int local = chosen[y] - first;
   wait_for_copies<0>();
   __syncthreads();
   // No branch depends on what was chosen, so that what comes before the first copy of weights is
   // worked out while that is on its way.
   const bool is_here = static_cast<unsigned>(local) < count;
-  if (!is_here) all.count = 0;
+  if (!is_here) all.count = strip.tiles = 0;
   all.from = places[is_here ? local : 0];
 #pragma unroll 1
   for (int turn = 0, left = room + 1; left > room; turn += room) {
@@ -157,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
     }
     const int own = all.count > 0 ? min(room, left) : 0;
     seat(own, tokens > 1 ? mine / static_cast<unsigned>(used) : 0, mine, rows);
-    all.make<F>(shared + whole(16 * count), own, Seated{guests, x}, guests, out, false);
+    all.make(strip, ring, own, Seated{seats, x}, out);
   }
 #endif
 }

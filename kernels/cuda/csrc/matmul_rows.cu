@@ -5,8 +5,8 @@
 // the warps. Sums of a group are made afresh on the tensor core, scaled and added in float32.
 // Nothing that decides the order depends on the tokens. -D: FORMAT, and OTHER, the format of the
 // matrices whose bit in `others` is set; WARPS, TILES (a gate and its up share a block), MANY;
-// LOOPS: blocks stay, take every gridDim.x-th tile and keep `slots` chunks of tokens. A matrix whose
-// bit in `tiled` is set lies by tiles.
+// LOOPS: blocks stay, take every gridDim.x-th tile and keep `slots` chunks of tokens. A matrix
+// whose bit in `tiled` is set lies by tiles.
 #include "matmul_chunk.cuh"
 #include "matmul_direct.cuh"
 #include "matmul_epilogue.cuh"
