@@ -55,7 +55,8 @@ RECORD = np.dtype(
 
 @dataclass(frozen=True)
 class Way:
-    """Between this rank and another: where each one's room at the other lies, for this GPU."""
+    """Between this rank and another: where each one's room at the other lies, for this GPU. To
+    itself a rank has a room for rows."""
 
     out: int
     into: int
@@ -96,10 +97,11 @@ class Words:
 
 
 def record_of(
-    rank: int, ways: Sequence[Way | None], islands: Islands, limit_ticks: int, words: Words
+    rank: int, ways: Sequence[Way], islands: Islands, limit_ticks: int, words: Words
 ) -> np.ndarray:
-    """uint8 bytes of what kernels read of a group. ways: by rank; None for this one."""
+    """uint8 bytes of what kernels read of a group. ways: by rank."""
     assert len(ways) <= MOST_RANKS, len(ways)
+    assert RECORD.itemsize <= _PACKS, "it lies before a rank's own rows"
     record = np.zeros(1, RECORD)
     one = record[0]
     one["limit_ticks"] = limit_ticks
@@ -114,9 +116,8 @@ def record_of(
     one["mate_ranks"][: len(mates)] = mates
     one["partner_ranks"][: len(partners)] = partners
     for other, way in enumerate(ways):
-        if way is not None:
-            peer = one["peers"][other]
-            peer["out"], peer["in"], peer["is_narrow"] = way.out, way.into, way.is_narrow
+        peer = one["peers"][other]
+        peer["out"], peer["in"], peer["is_narrow"] = way.out, way.into, way.is_narrow
     return record.view(np.uint8)
 
 

@@ -139,7 +139,7 @@ def push_pays(ops: Prover, links: Links, group: Group) -> bool:
         try:
             x, matrix = _zeros(ops, (1, columns)), _zeros(ops, (rows, row), np.uint8)
             total, out, ones = (_zeros(ops, (1, rows)) for _ in range(3))
-            weight = CudaWeight(PRODUCT, matrix.nbytes, "Q8_0", matrix.ptr, row)
+            weight = CudaWeight(PRODUCT, matrix.nbytes, "Q8_0", matrix.ptr, row, is_tiled=True)
             can = can_norm(links, out.shape) and can_send(ops, x, weight)
         except MemoryError:
             can = False

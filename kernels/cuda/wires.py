@@ -36,7 +36,7 @@ class Wires:
 
     ops: proof.Prover
     group: Group
-    inbox: Memory  # a room for each rank; that of this one holds the record
+    inbox: Memory  # a room for each rank; that of this one holds the record, and its own rows
     to: list[int | None] = field(default_factory=list)
     into: list[int] = field(default_factory=list)  # where it reads what each wrote
     is_linked: list[bool] = field(default_factory=list)  # by more than PCIe
@@ -230,12 +230,11 @@ def _record(wires: Wires, islands: Islands) -> Links:
         _host_word(wires, group.waits_for_address),
         report.ptr,
     )
-    ways: list[Way | None] = [None] * group.ranks
-    for other in wires.others():
-        out = wires.to[other]
+    ways = []
+    for other, (out, into) in enumerate(zip(wires.to, wires.into, strict=True)):
         assert out is not None
         is_narrow = bool(wires.by_host[group.rank, other]) or not wires.is_linked[other]
-        ways[other] = Way(out, wires.into[other], is_narrow)
+        ways.append(Way(out, into, is_narrow))
     limit = round(group.seconds * device.ticks_per_second)
     values = record_of(group.rank, ways, islands, limit, words)
     place = wires.into[group.rank]

@@ -6,7 +6,9 @@
 // exchanges with each peer, and block b of all ranks makes the same ones; so a rank that writes
 // exchange n + 2 has seen the peer's n + 1, and the peer has read n. Two halves are enough.
 // Rows of fours (group_norm.cu) have no count in them: who has read a row empties its place, and
-// that is done before the next exchange begins.
+// that is done before the next exchange begins. A rank has a room at itself for them. Rows are
+// counted by the sum that reads them, before it lets a later kernel start; who sends them reads the
+// count before it lets that sum start (grid.cuh). So either finds it right as soon as it starts.
 // Messages (send, receive) go one way and are acknowledged by a count of their own. A count has 32
 // bits: only a slot that lay unused for exactly 2^32 exchanges of its block could be misread.
 //
@@ -85,6 +87,7 @@ class Wait {
   static constexpr unsigned SELDOM = 1 << 11, SOON = 1 << 13;
 
   __device__ bool look_up(int other) {
+    if (other == group_->rank) return load_fresh(&group_->has_failed);  // its own kernel ends
     const unsigned now = static_cast<unsigned>(ticks() >> 10) | 1;
     if (began_ == 0) began_ = looked_ = now;
     if (load_fresh(&group_->has_failed)) return true;

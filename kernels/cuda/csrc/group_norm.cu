@@ -93,11 +93,13 @@ using namespace voltapile;
 
 // x (rows of n) += the sum of the parts, added in the order of ranks; out = rms_norm of x.
 // grid: (rows), a warp for each run of a row; n is a multiple of 4. shared: 8 n bytes. is_pushed:
-// the product that made this rank's part has sent it (group_push.cuh).
+// the product that made this rank's part has sent it (group_push.cuh), also to this rank: then it is
+// polled for, too, and seen before the product's launch has ended.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
 group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,
                float eps, int rank, int ranks, int is_pushed) {
   __shared__ float scratch[32];
+  __shared__ unsigned number;
   const int lane = threadIdx.x & 31, runs = (n + RUN - 1) / RUN;
   const float inverse = 1.0f / n;
   const Place at = {n / 4};
@@ -106,27 +108,32 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   float* before = weights + n;
   float4 values[HELD], sum[HELD];
   at.fetch(weight, weights);
+  if (threadIdx.x == 0) number = count_on(group->rows + blockIdx.x);
+  __syncthreads();
   grid_launch();
-  grid_wait();
-  const unsigned exchange = group->rows[blockIdx.x];
+  const unsigned exchange = number;
   const auto own = [&] {
     values[0] = values[1] = zeros();
     if (part != nullptr) at.load(part + begin, values);
   };
   if (!is_pushed) {
+    grid_wait();
     own();
     push(group, exchange, at, values, rank, ranks);
   }
-  at.fetch(x + begin, before);
   Wait wait(group);
 #pragma unroll 1  // what a wait that lasts does is long
-  for (int r = 0; r < ranks; ++r) {
-    if (r == rank) own();  // again: there are no registers for it meanwhile
-    else pull(group->peers[r], r, exchange, at, wait, values);
+  for (int i = 0; i < ranks; ++i) {
+    const int r = ranks == 2 ? i ^ rank : i;  // the sum of two is the same either way
+    if (r != rank || is_pushed) pull(group->peers[r], r, exchange, at, wait, values);
+    else if (i > 0) own();  // again: there are no registers for it meanwhile
+    // Whoever has sent this rank's part has waited for whoever has made x.
+    if (r == rank) at.fetch(x + begin, before);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) sum[i] = r == 0 ? values[i] : plus(sum[i], values[i]);
+    for (int j = 0; j < HELD; ++j) sum[j] = i == 0 ? values[j] : plus(sum[j], values[j]);
   }
   wait.end();
+  grid_wait();  // others of the product may still read what lies where `out` will
 #if VP_ARCH >= 800
   wait_for_copies<0>();
 #endif
@@ -142,5 +149,4 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
 #pragma unroll
   for (int i = 0; i < HELD; ++i) sum[i] = scaled(scaled(sum[i], values[i]), norm);
   at.store(out + begin, sum);
-  if (threadIdx.x == 0) group->rows[blockIdx.x] = exchange + 1;
 }

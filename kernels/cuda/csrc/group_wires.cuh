@@ -75,6 +75,7 @@ inline uint4 load_four(const uint4* at) {
 inline unsigned swap(unsigned* at, unsigned value) {
   return __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL);
 }
+inline unsigned count_on(unsigned* at) { return __atomic_fetch_add(at, 1u, __ATOMIC_ACQ_REL); }
 inline void order_all() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline long long ticks() {
   sched_yield();  // the peer may need this CPU
@@ -151,6 +152,8 @@ __device__ __forceinline__ uint4 load_four(const uint4* at) {
 __device__ __forceinline__ unsigned swap(unsigned* at, unsigned value) {
   return atomicExch(at, value);
 }
+// What it was; by the time that this is known all the GPU sees the next number.
+__device__ __forceinline__ unsigned count_on(unsigned* at) { return atomicAdd(at, 1u); }
 __device__ __forceinline__ void order_all() { __threadfence_system(); }
 __device__ __forceinline__ long long ticks() { return clock64(); }
 

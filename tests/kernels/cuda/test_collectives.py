@@ -87,7 +87,8 @@ def test_a_sum_waits_for_the_norm_after_it() -> None:
 def test_a_product_waits_for_the_sum_that_it_is_a_part_of() -> None:
     n, columns, eps = 4096, 512, 1e-6
     norm = CudaWeight((n,), 4 * n, "F32", 1, 4 * n)
-    matrix = CudaWeight((n, columns), n * columns, "Q8_0", 1, columns // 32 * 34)
+    row = columns // 32 * 34
+    matrix = CudaWeight((n, columns), n * row, "Q8_0", 1, row, is_tiled=True)
 
     def start(tokens: int = 2, arch: int = 90) -> tuple[Alone, DeviceArray, DeviceArray | None]:
         ops = Alone(2)
@@ -150,7 +151,8 @@ def test_a_prompts_sum_waits_for_the_norm_after_it() -> None:
 def test_a_prompts_sum_finishes_the_product_before_it() -> None:
     rows, columns, n = 128, 256, 4096
     norm = CudaWeight((n,), 4 * n, "F32", 1, 4 * n)
-    matrix = CudaWeight((n, columns), n * columns, "Q8_0", 1, columns // 32 * 34)
+    row = columns // 32 * 34
+    matrix = CudaWeight((n, columns), n * row, "Q8_0", 1, row, is_tiled=True)
     before = ["tokens_to_half", "weights_to_half", "product"]
 
     def start(exact: int) -> tuple[Alone, DeviceArray, DeviceArray | None]:

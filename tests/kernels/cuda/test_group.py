@@ -97,9 +97,7 @@ class Stage:
         def room(source: int, target: int) -> int:
             return at + (target * self.ranks + source) * ROOM
 
-        def way(other: int) -> Way | None:
-            if other == rank:
-                return None
+        def way(other: int) -> Way:
             is_narrow = (rank, other) in self.narrow or (other, rank) in self.narrow
             return Way(room(rank, other), room(other, rank), is_narrow)
 
