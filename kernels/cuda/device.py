@@ -114,10 +114,11 @@ class Lane:
         self.event.record(self._stream)
 
     def send(self, target: int, source: np.ndarray) -> None:
-        """Copy uint8 host bytes to the device; returns when `source` is free again."""
+        """Copy host bytes, of any layout, to the device; returns when `source` is free again."""
         runtime.setDevice(self._number)  # of this thread
         self.event.synchronize()
-        np.copyto(self.buffer.bytes[: source.nbytes], source)
+        into = self.buffer.bytes[: source.nbytes].view(source.dtype)
+        np.copyto(into.reshape(source.shape), source)
         stream = self._stream.ptr
         runtime.memcpyAsync(target, self.buffer.ptr, source.nbytes, TO_DEVICE, stream)
         self.event.record(self._stream)

@@ -105,7 +105,7 @@ def _tiled(
         halves = gemm.halves_of(ops, x, [weight])[False]
         pointers = *where, halves.units.ptr, halves.scales.ptr, out.ptr
         ops.kernel(instances[weight.type_name])(
-            grid, 256, (*pointers, *map(np.int32, sizes)), shared=_shared(ops)
+            grid, 256, (*pointers, *map(np.int32, (*sizes, weight.is_tiled))), shared=_shared(ops)
         )
 
 

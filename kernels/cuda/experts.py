@@ -265,7 +265,7 @@ def _up(
     warps = up_warps(chunk.name)
     out = ops.scratch((chosen.size, rows))
     shared = warps * (chunk.warp_bytes(1, ops.arch) + 2 * 64)
-    numbers = used, columns, rows, part, int(is_glu)
+    numbers = used, columns, rows, part, int(is_glu), int(weight.is_tiled)
     ops.kernel(EXPERT_UP[weight.type_name])(
         (_groups(rows, 16 if is_glu else 32), chosen.size),
         32 * warps,
@@ -289,7 +289,7 @@ def _down(
     tokens, used = chosen.shape
     chunk = CHUNKS[weight.type_name]
     parts = 64 * used * _groups(columns, 32 * chunk.groups)
-    numbers = used, columns, rows, int(adds)
+    numbers = used, columns, rows, int(adds), int(weight.is_tiled)
     pointers = chosen.ptr, weights.ptr, inner.ptr, out.ptr
     ops.kernel(EXPERT_DOWN[weight.type_name])(
         (_groups(rows, 16), tokens),

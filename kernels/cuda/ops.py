@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampling
+from voltapile.kernels.cuda import attention, dummy, heads, matmul, rows, sampling, tiles
 from voltapile.kernels.cuda.chunks import REPACKED
 from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.device import Device
@@ -142,6 +142,8 @@ class CudaOps(CudaPositions, CudaCollectives):
             raise ValueError(f"the cuda backend has no tensor type {type_name}")
         weight, sent = self._place(type_name, shape), 0
         for piece in pieces:
+            if weight.is_tiled:
+                piece = tiles.in_tiles(piece, type_name, shape[-1])
             self._uploader.send(weight.ptr + sent, piece)
             sent += piece.nbytes
         assert sent == weight.nbytes, f"{sent} bytes for {type_name} {shape}"
@@ -151,7 +153,8 @@ class CudaOps(CudaPositions, CudaCollectives):
         row = row_bytes(type_name, shape[-1])
         nbytes = row * int(np.prod(shape[:-1], dtype=np.int64))
         ptr, owner = self._weights.take(nbytes + SLACK)
-        return CudaWeight(tuple(shape), nbytes, type_name, ptr, row, owner)
+        is_tiled = tiles.has_tiles(type_name, shape)
+        return CudaWeight(tuple(shape), nbytes, type_name, ptr, row, owner, is_tiled)
 
     def shared_weight(
         self, memory: np.ndarray, type_name: str, shape: tuple[int, ...]
@@ -164,6 +167,7 @@ class CudaOps(CudaPositions, CudaCollectives):
 
     def weight_rows(self, weight: Weight, start: int, stop: int) -> CudaWeight:
         assert isinstance(weight, CudaWeight)
+        assert not weight.is_tiled or (start | stop) % tiles.ROWS == 0, (start, stop)
         shape = stop - start, weight.shape[1]
         return replace(weight, shape=shape, nbytes=0, ptr=weight.ptr + start * weight.row_bytes)
 

@@ -6,6 +6,7 @@
 #include "expert_table.cuh"
 #include "gemm_tile.cuh"
 #include "grid.cuh"
+#include "tiles.cuh"
 
 namespace voltapile {
 
@@ -61,10 +62,11 @@ __device__ __forceinline__ void multiply_turns(const std::uint8_t* rows, const s
 #endif
 }
 
-// Sums of 128 rows times TURNS times 64 tokens. row_at: where the bytes of one of the 128 rows
-// begin; token_at: the units of one of the tokens. count: of tokens.
+// Sums of 128 rows times TURNS times 64 tokens. row_begin: where one of the 128 rows is, whose
+// chunks are chunk_bytes apart; token_at: the units of one of the tokens. count: of tokens.
 template <class Row, class Token>
-__device__ __forceinline__ void multiply_tile(const Row& row_at, const Token& token_at, int groups,
+__device__ __forceinline__ void multiply_tile(const Row& row_begin, int chunk_bytes,
+                                              const Token& token_at, int groups,
                                               std::uint8_t* shared, int count, int warp,
                                               const Tile& tile, Sums& total) {
   std::uint8_t *row_units = shared, *token_units = shared + ROWS * STRIDE;
@@ -76,7 +78,7 @@ __device__ __forceinline__ void multiply_tile(const Row& row_at, const Token& to
       const int row = task % ROWS, span = first / C::SPAN + task / ROWS, group = span * C::SPAN;
       std::uint8_t* to = row_units + row * STRIDE + 64 * (group - first);
       if (group < groups) {
-        const Bytes chunk = row_at(row) + group / C::GROUPS * C::BYTES;
+        const Bytes chunk = row_begin(row) + group / C::GROUPS * chunk_bytes;
         unpack_to<C>(chunk, span % (C::GROUPS / C::SPAN), p, to);
       } else {
         *reinterpret_cast<uint4*>(to + 16 * p) = uint4{0, 0, 0, 0};
@@ -147,7 +149,7 @@ expert_plan(const int* chosen, int* order, Group* tiles, int pairs, int count, i
 // [places][rows]: silu(gate x) * up x. Of a warp's 32 rows 16 are the gate's, 16 those of up.
 extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
     expert_group_up(const Expert* table, const Group* tiles, const int* order, const uint4* halves,
-                    const float* scales, float* inner, int used, int rows, int k) {
+                    const float* scales, float* inner, int used, int rows, int k, int is_tiled) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ int tokens[TURNS * TOKENS];
   __shared__ Bytes matrices[2];  // not in registers, of which there are too few
@@ -157,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   if (own.count == 0) return;
   const int first_row = blockIdx.x * 64, groups = k / 32, warp = threadIdx.x >> 5;
   const Tile tile{static_cast<int>(threadIdx.x & 31)};
-  const long long row_bytes = static_cast<long long>(k / F::length) * F::bytes;
+  const int row_bytes = k / F::length * F::bytes;
+  const Lay lay = lay_of(HAS_TILES<F> && is_tiled, C::BYTES, row_bytes);
   if (threadIdx.x < TURNS * TOKENS)
     tokens[threadIdx.x] =
         order[own.first + min(static_cast<int>(threadIdx.x), own.count - 1)] / used;
@@ -167,8 +170,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   multiply_tile(
       [&](int row) {
         const int there = min(first_row + (row >> 5) * 16 + (row & 15), rows - 1);
-        return matrices[row >> 4 & 1] + there * row_bytes;
+        return row_at(matrices[row >> 4 & 1], lay, there, row_bytes);
       },
+      lay.chunk,
       [&](int token) { return halves + static_cast<long long>(tokens[token]) * groups * 4; },
       groups, shared, own.count, warp, tile, total);
 #pragma unroll
@@ -188,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
 // grid: (rows / 128, tiles), 256 threads. halves, scales: of places. parts: [pairs][rows]
 extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
     expert_group_down(const Expert* table, const Group* tiles, const int* order,
-                      const uint4* halves, const float* scales, float* parts, int rows, int k) {
+                      const uint4* halves, const float* scales, float* parts, int rows, int k,
+                      int is_tiled) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   grid_wait();
@@ -196,11 +201,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   if (own.count == 0) return;
   const int first_row = blockIdx.x * ROWS, groups = k / 32, warp = threadIdx.x >> 5;
   const Tile tile{static_cast<int>(threadIdx.x & 31)};
-  const long long row_bytes = static_cast<long long>(k / F::length) * F::bytes;
+  const int row_bytes = k / F::length * F::bytes;
+  const Lay lay = lay_of(HAS_TILES<F> && is_tiled, C::BYTES, row_bytes);
   const Bytes weights = table[own.expert].matrices[DOWN];
   Sums total = {};
   multiply_tile(
-      [&](int row) { return weights + min(first_row + row, rows - 1) * row_bytes; },
+      [&](int row) { return row_at(weights, lay, min(first_row + row, rows - 1), row_bytes); },
+      lay.chunk,
       [&](int token) {
         return halves + static_cast<long long>(own.first + min(token, own.count - 1)) * groups * 4;
       },

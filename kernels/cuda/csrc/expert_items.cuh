@@ -9,6 +9,7 @@
 #include "matmul_chunk.cuh"
 #include "matmul_direct.cuh"
 #include "matmul_epilogue.cuh"
+#include "tiles.cuh"
 
 namespace voltapile {
 
@@ -27,6 +28,10 @@ __device__ __forceinline__ int row_bytes_of(int k) {
   return k / F::length * F::bytes;
 }
 template <class F>
+__device__ __forceinline__ Lay lay_of_rows(bool is_tiled, int k) {
+  return lay_of(HAS_TILES<F> && is_tiled, Codec<F>::BYTES, row_bytes_of<F>(k));
+}
+template <class F>
 __device__ __forceinline__ int chunks_of(int k) {
   constexpr int COLUMNS = 32 * Codec<F>::GROUPS;
   return (k + COLUMNS - 1) / COLUMNS;
@@ -34,20 +39,18 @@ __device__ __forceinline__ int chunks_of(int k) {
 
 // Straight from global memory to registers; before sm_80.
 template <class Where, class Take>
-__device__ __forceinline__ void multiply_items_direct(int items, int k, int last_row,
-                                                      std::uint8_t* memory, int warp,
+__device__ __forceinline__ void multiply_items_direct(int items, int k, const Lay& lay,
+                                                      int last_row, std::uint8_t* memory, int warp,
                                                       const Tile& tile, Where where, Take take) {
-  constexpr int BYTES = formats::Q4_K::bytes;
-  const int row_bytes = row_bytes_of<formats::Q4_K>(k);
   int offset[Tile::ROWS];
 #pragma unroll
-  for (int i = 0; i < Tile::ROWS; ++i) offset[i] = min(tile.row(i), last_row) * row_bytes;
+  for (int i = 0; i < Tile::ROWS; ++i) offset[i] = min(tile.row(i), last_row) * lay.row;
 #pragma unroll 1
   for (int item = warp; item < items; item += WARPS) {
     const Item at = where(item);
     DirectBlock held[TILES];
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) held[t].load(at.first[t] + at.chunk * BYTES, offset, tile);
+    for (int t = 0; t < TILES; ++t) held[t].load(at.first[t] + at.chunk * lay.chunk, offset, tile);
     const DirectTokens staged(memory, 1);
     __syncwarp();  // what was read may be overwritten
     staged.stage(at.x, 1, k, at.chunk * 256, tile.lane);
@@ -62,8 +65,8 @@ __device__ __forceinline__ void multiply_items_direct(int items, int k, int last
 }
 
 template <class F, class Where, class Take>
-__device__ __forceinline__ void multiply_items_staged(int items, int k, int last_row,
-                                                      std::uint8_t* memory, int warp,
+__device__ __forceinline__ void multiply_items_staged(int items, int k, const Lay& lay,
+                                                      int last_row, std::uint8_t* memory, int warp,
                                                       const Tile& tile, Where where, Take take) {
   using M = ChunkMemory<F>;
   using Raw = typename M::Raw;
@@ -71,12 +74,12 @@ __device__ __forceinline__ void multiply_items_staged(int items, int k, int last
   constexpr int AHEAD = IS_ASYNC ? STAGES - 1 : 1;
   const int row_bytes = row_bytes_of<F>(k);
   typename M::Staged staged(memory + M::FIXED, 1);
-  Raw raw(row_bytes, last_row, tile.lane);
+  Raw raw(lay.row, last_row, tile.lane);
   const auto fetch = [&](int step, int slot) {
     const int item = warp + step / TILES * WARPS;
     if (item < items) {
       const Item at = where(item);
-      const std::uint8_t* first = at.tile(step % TILES) + at.chunk * BYTES;
+      const std::uint8_t* first = at.tile(step % TILES) + at.chunk * lay.chunk;
       if constexpr (IS_ASYNC)
         raw.begin(memory + slot * Raw::SIZE, first, row_bytes - at.chunk * BYTES);
       else
@@ -101,7 +104,7 @@ __device__ __forceinline__ void multiply_items_staged(int items, int k, int last
       fetch(step + AHEAD, next);
       float part[PASSES][Tile::VALUES];
       multiply_any<F>(memory, slot * Raw::SIZE, memory + STAGES * Raw::SIZE,
-                      at.first[t] + at.chunk * BYTES, raw, staged, tile, part);
+                      at.first[t] + at.chunk * lay.chunk, raw, staged, tile, part);
       take(item, t, part[0]);
       __syncwarp();  // what was read may be overwritten
       slot = slot + 1 < STAGES ? slot + 1 : 0;
@@ -111,14 +114,14 @@ __device__ __forceinline__ void multiply_items_staged(int items, int k, int last
 
 // memory: the warp's own, ChunkMemory<F>::bytes(1).
 template <class F, class Where, class Take>
-__device__ __forceinline__ void multiply_items(int items, int k, int last_row,
+__device__ __forceinline__ void multiply_items(int items, int k, const Lay& lay, int last_row,
                                                std::uint8_t* memory, int warp, const Tile& tile,
                                                Where where, Take take) {
   if constexpr (IS_DIRECT<F>)
-    multiply_items_direct(items, k, last_row, memory + ChunkMemory<F>::FIXED, warp, tile, where,
-                          take);
+    multiply_items_direct(items, k, lay, last_row, memory + ChunkMemory<F>::FIXED, warp, tile,
+                          where, take);
   else
-    multiply_items_staged<F>(items, k, last_row, memory, warp, tile, where, take);
+    multiply_items_staged<F>(items, k, lay, last_row, memory, warp, tile, where, take);
 }
 
 // The one token's sums of 16 rows.

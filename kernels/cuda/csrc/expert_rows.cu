@@ -1,6 +1,7 @@
 // Chosen experts of few tokens, each token with the bits that it has alone: no order depends on
-// what else is computed, and nothing comes from the host. -D as in expert_items.cuh; TILES: 2 for
-// expert_up, of which a gate and its up are one each, 1 for expert_down.
+// what else is computed, and nothing comes from the host. is_tiled: how matrices lie (tiles.cuh).
+// -D as in expert_items.cuh; TILES: 2 for expert_up, of which a gate and its up are one each, 1 for
+// expert_down.
 #include "expert_items.cuh"
 
 using namespace voltapile;
@@ -14,7 +15,7 @@ constexpr int MOST_USED = 32;
 // for silu(gate x) * up x where is_glu, else which matrix is multiplied.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     expert_up(const Expert* table, int count, int first, const int* chosen, const float* x,
-              float* out, int used, int k, int rows, int part, int is_glu) {
+              float* out, int used, int k, int rows, int part, int is_glu, int is_tiled) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   grid_wait();
@@ -35,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
   all.x = x + static_cast<long long>(pair / used) * k;
   float total[TILES][Tile::VALUES] = {};
   multiply_items<F>(
-      chunks_of<F>(k), k, min(15, rows - 1), shared + warp * STRIDE, warp, tile,
+      chunks_of<F>(k), k, lay_of_rows<F>(is_tiled, k), min(15, rows - 1), shared + warp * STRIDE,
+      warp, tile,
       [&](int item) {
         Item found = all;
         found.chunk = item;
@@ -69,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
 // experts in the order of `chosen`.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
     expert_down(const Expert* table, int count, int first, const int* chosen, const float* weights,
-                const float* inner, float* out, int used, int k, int rows, int accumulate) {
+                const float* inner, float* out, int used, int k, int rows, int accumulate,
+                int is_tiled) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ const std::uint8_t* found[MOST_USED];
   __shared__ int ranks[MOST_USED], here;
@@ -94,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
   const long long skipped = static_cast<long long>(first_row) * row_bytes_of<F>(k);
   float* parts = reinterpret_cast<float*>(shared + WARPS * STRIDE);  // [expert][chunk][16]
   multiply_items<F>(
-      here * chunks, k, min(15, rows - 1), shared + warp * STRIDE, warp, tile,
+      here * chunks, k, lay_of_rows<F>(is_tiled, k), min(15, rows - 1), shared + warp * STRIDE,
+      warp, tile,
       [&](int item) {
         const int rank = ranks[item / chunks];
         return Item{{found[rank] + skipped},
