@@ -2,9 +2,9 @@
 // the bits that it has in company (matmul_block.cuh, matmul_chunk.cuh), since sums of a group are
 // exact either way.
 //
-// Columns of the tensor core are the groups, instead of tokens: a lane takes the codes of one run,
-// which are two groups, and column n is zero but in the lanes that have group n. Compiled without
-// contraction: fmaf stands where it is meant.
+// Columns of the tensor core are runs of two groups, instead of tokens, and of each its upper bytes
+// and its lower ones: a lane takes the codes of one run, and columns 2 p and 2 p + 1 are zero but in
+// the lanes that have run p. Compiled without contraction: fmaf stands where it is meant.
 #pragma once
 #include "matmul_order.cuh"
 #include "matmul_words.cuh"
@@ -33,43 +33,47 @@ __device__ __forceinline__ void mma_codes(int (&c)[4], const unsigned (&a)[4], u
 #endif
 }
 
+// What is left of a word without `part` of its bits: as a multiply-add, since those that mask are
+// what lanes wait for.
+__device__ __forceinline__ unsigned without(unsigned word, unsigned part) {
+#ifndef VP_EMULATION
+  asm("mad.lo.u32 %0, %1, 0xffffffff, %0;" : "+r"(word) : "r"(part));
+  return word;
+#else
+  return word - part;
+#endif
+}
+
 // Sums of a lane's two groups, of both its rows.
 template <bool IS_SIGNED>
 struct Groups {
-  int run;  // this lane's: they go from lane to lane, and lane 0 has the last
-  uint4 b[4];  // the token's upper bytes, its lower ones
-  int even[2][4] = {}, odd[2][4] = {};  // of both; what is in the other group's column is nobody's
+  int run;     // this lane's: they go from lane to lane, and lane 0 has the last
+  uint4 b[4];  // the token's bytes: of the even group, of the odd one
+  int even[4] = {}, odd[4] = {};  // of both rows sums of upper bytes, of lower ones
 
-  // zeros: 16 bytes, or null if none are kept.
-  __device__ __forceinline__ Groups(const std::uint8_t* token, const std::uint8_t* zeros,
-                                    const Tile& tile)
+  __device__ __forceinline__ Groups(const std::uint8_t* token, const Tile& tile)
       : run((tile.unit(0) + 3) & 3) {
     const int n = tile.token();
+    const std::uint8_t* own = token + 128 * run + 32 * (n & 1);
     const bool is_own = n >> 1 == tile.unit(0);
-    const std::uint8_t* own = token + 64 * (2 * run + (n & 1));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       b[i] = uint4{0, 0, 0, 0};
-      if (zeros != nullptr || is_own)
-        b[i] = *reinterpret_cast<const uint4*>(is_own ? own + 16 * i : zeros);
+      if (is_own) b[i] = *reinterpret_cast<const uint4*>(own + 64 * (i / 2) + 16 * (i & 1));
     }
   }
   // Eight columns of each: words 2 k and 2 k + 1 of a group, of both rows in turn.
   __device__ __forceinline__ void add(int k, const unsigned (&of_even)[4],
                                       const unsigned (&of_odd)[4]) {
-#pragma unroll
-    for (int byte = 0; byte < 2; ++byte) {
-      const uint4& own = b[2 * byte + k / 2];
-      const unsigned b0 = word_of(own, 2 * (k & 1)), b1 = word_of(own, 2 * (k & 1) + 1);
-      mma_codes<IS_SIGNED>(even[byte], of_even, b0, b1);
-      mma_codes<IS_SIGNED>(odd[byte], of_odd, b0, b1);
-    }
+    const uint4 &one = b[k / 2], &other = b[2 + k / 2];
+    const int word = 2 * (k & 1);
+    mma_codes<IS_SIGNED>(even, of_even, word_of(one, word), word_of(one, word + 1));
+    mma_codes<IS_SIGNED>(odd, of_odd, word_of(other, word), word_of(other, word + 1));
   }
   // Of row i and an even or odd group: what is exact.
   __device__ __forceinline__ float sum_of(int i, int is_odd) const {
-    const int at = 2 * i + is_odd;
-    return static_cast<float>(is_odd ? 256 * odd[0][at] + odd[1][at]
-                                     : 256 * even[0][at] + even[1][at]);
+    const int(&own)[4] = is_odd ? odd : even;
+    return static_cast<float>(256 * own[2 * i] + own[2 * i + 1]);
   }
   // Goes through the runs in order: add(i, sum) adds a lane's own to that of row i. Only lane 0's
   // sums are whole.
@@ -98,8 +102,22 @@ struct Alone<formats::Q4_K> {
                                                   const std::uint8_t* token, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
     using T = BlockTokens<F>;
-    Groups<false> groups(token, token + T::ZEROS, tile);
+    Groups<false> groups(token, tile);
     const int p = tile.unit(0), turned = groups.run & 1;
+    Heads heads[2];
+    float scale[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
+      const unsigned four = heads[i].scales(groups.run >> 1);
+      scale[i][0] = Heads::number_at(four, 2 * turned, 0x4b000000);
+      scale[i][1] = Heads::number_at(four, 2 * turned + 1, 0x49000000);
+    }
+    const Unit least[2] = {heads[0].minima_of(p), heads[1].minima_of(p)};
+    const uint2 pair = T::sums(token, p);
+    const Unit sums{{pair.x, pair.y, 0, 0}};
+    float c[Tile::VALUES] = {};
+    Tile::multiply(c, least, &sums, 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint4 w[2];
@@ -111,29 +129,18 @@ struct Alone<formats::Q4_K> {
       for (int k = 0; k < 4; k += 2) {
         const unsigned a[4] = {word_of(w[0], k), word_of(w[1], k), word_of(w[0], k + 1),
                                word_of(w[1], k + 1)};
-        constexpr unsigned LOW = 0x0f0f0f0f, HIGH = 0xf0f0f0f0;
-        groups.add(2 * half + k / 2, {a[0] & LOW, a[1] & LOW, a[2] & LOW, a[3] & LOW},
-                   {a[0] & HIGH, a[1] & HIGH, a[2] & HIGH, a[3] & HIGH});
+        unsigned low[4], high[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) low[i] = a[i] & 0x0f0f0f0f, high[i] = without(a[i], low[i]);
+        groups.add(2 * half + k / 2, low, high);
       }
     }
-    Heads heads[2];
-    float sum[2], scale[2][2], of_group[2][2];
+    float sum[2], of_group[2][2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
-      const unsigned four = heads[i].scales(groups.run >> 1);
-      scale[i][0] = Heads::scale_of(four, 2 * turned);
-      scale[i][1] = Heads::scale_of(four, 2 * turned + 1);
-      of_group[i][0] = groups.sum_of(i, 0), of_group[i][1] = groups.sum_of(i, 1);
-    }
+    for (int i = 0; i < 4; ++i) of_group[i / 2][i & 1] = groups.sum_of(i / 2, i & 1);
     groups.join(tile, sum, [&](int i, float all) {
       return fmaf(scale[i][1], of_group[i][1], fmaf(scale[i][0], of_group[i][0], all));
     });
-    const Unit least[2] = {heads[0].minima_of(p), heads[1].minima_of(p)};
-    const uint2 pair = T::sums(token, p);
-    const Unit sums{{pair.x, pair.y, 0, 0}};
-    float c[Tile::VALUES] = {};
-    Tile::multiply(c, least, &sums, 0);
     const float factor = *reinterpret_cast<const float*>(token + T::SCALE);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -153,7 +160,7 @@ struct Alone<formats::Q8_0> {
                                                   const std::uint8_t* token, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
     using T = BlockTokens<F>;
-    Groups<true> groups(token, token + T::ZEROS, tile);
+    Groups<true> groups(token, tile);
     Words words[2][2];
     float sum[2], scale[2][2], of_group[2][2];
 #pragma unroll
@@ -194,7 +201,7 @@ struct Alone<formats::Q5_K> {
                                                   const std::uint8_t* token, const float* sums,
                                                   float factor, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
-    Groups<false> groups(token, nullptr, tile);
+    Groups<false> groups(token, tile);
     const int run = groups.run, turned = run & 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -228,8 +235,8 @@ struct Alone<formats::Q5_K> {
       const float2 d = half_values(heads.v.x);
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const float s = d.x * Heads::number_of(scales, 2 * turned + odd);
-        scale[i][odd] = {s, -(32 * s + d.y * Heads::number_of(minima, 2 * turned + odd))};
+        const float s = d.x * Heads::number_at(scales, 2 * turned + odd, 0x4b000000);
+        scale[i][odd] = {s, -(32 * s + d.y * Heads::number_at(minima, 2 * turned + odd, 0x4b000000))};
         of_group[i][odd] = fmaf(all[odd], 32.0f, groups.sum_of(i, odd) * (odd ? 0.5f : 1.0f));
       }
     }

@@ -71,12 +71,11 @@ struct Order<formats::Q8_0> {
 // If sums are exact, a token that is alone (room 1) is kept as bytes instead of units:
 //   groups  [8][2] its upper bytes, its lower ones: 32, of which the second 16 come first in every
 //           other pair of groups, if the order TURNS: so lanes meet no bank of those of weights
-//   zeros   16 behind the scale
 // and, if its groups have bits of their own, with their scales in the place of sums: floats.
 template <class F>
 struct BlockTokens {
   using O = Order<F>;
-  static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544, ZEROS = 560;
+  static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
   static constexpr bool IS_EXACT = O::EXACT_BITS > 0;
   std::uint8_t* memory;
   int room;
@@ -216,7 +215,6 @@ struct BlockTokens {
     std::uint8_t* at = own + 64 * (lane >> 2) + 8 * ((lane & 3) ^ turned);
     *reinterpret_cast<uint2*>(at) = bytes.high;
     *reinterpret_cast<uint2*>(at + 32) = bytes.low;
-    if (lane == 0) *reinterpret_cast<uint4*>(own + ZEROS) = uint4{0, 0, 0, 0};
   }
   // Two sums as halves, and what these leave times 2^11.
   static __device__ __forceinline__ uint2 kept_sums(float low, float high) {

@@ -53,16 +53,16 @@ struct Heads {
     return __uint_as_float(__byte_perm(four, magic, 0x7440 + group % 4)) -
            (group & 1 ? 524288.0f : 8388608.0f);
   }
-  static __device__ __forceinline__ float number_of(unsigned four, int byte) {
-    const unsigned magic = 0x4b000000u | blockDim.x >> 16;
-    return __uint_as_float(__byte_perm(four, magic, 0x7440 + byte)) - 8388608.0f;
+  // Any byte, as the last one of a number from `magic` on: 2^23, or 2^19 for what is 16 times it.
+  static __device__ __forceinline__ float number_at(unsigned four, int byte, unsigned magic) {
+    return __uint_as_float(__byte_perm(four, magic, 0x7440 + byte)) - __uint_as_float(magic);
   }
-  // Of groups 4 h .. 4 h + 3, a byte each.
+  // Of groups 4 h .. 4 h + 3, a byte each. Without a branch, since lanes have either h.
   __device__ __forceinline__ unsigned scales(int h) const {
-    return h ? (v.w & 0x0f0f0f0f) | (v.y >> 2 & 0x30303030) : v.y & 0x3f3f3f3f;
+    return ((h ? v.w : v.y) & 0x0f0f0f0f) | (v.y >> 2 * h & 0x30303030);
   }
   __device__ __forceinline__ unsigned minima(int h) const {
-    return h ? (v.w >> 4 & 0x0f0f0f0f) | (v.z >> 2 & 0x30303030) : v.z & 0x3f3f3f3f;
+    return ((h ? v.w >> 4 : v.z) & 0x0f0f0f0f) | (v.z >> 2 * h & 0x30303030);
   }
   // Minima of groups 2 p and 2 p + 1, and again times 2^-11: one product with the tokens' sums.
   __device__ __forceinline__ Unit minima_of(int p) const {
