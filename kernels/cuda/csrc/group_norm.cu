@@ -93,7 +93,7 @@ using namespace voltapile;
 
 // x (rows of n) += the sum of the parts, added in the order of ranks; out = rms_norm of x.
 // grid: (rows), a warp for each run of a row; n is a multiple of 4. shared: 8 n bytes. is_pushed:
-// the product that made this rank's part has sent it (group_push.cuh), also to this rank: then it is
+// the product that made this rank's part has sent it (group_push.cuh), to itself too: then it is
 // polled for, too, and seen before the product's launch has ended.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
 group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,

@@ -1,5 +1,5 @@
-// What a product gives to a sum with its norm (group_norm.cu), sent to all ranks, its own too, value
-// by value as soon as it is there: the way then lies beside the end of the product, and the sum
+// What a product gives to a sum with its norm (group_norm.cu), sent to all ranks, itself too: value
+// by value, as soon as it is there. The way then lies beside the end of the product, and the sum
 // need not wait for that end.
 #pragma once
 #include "grid.cuh"
@@ -13,7 +13,7 @@ struct Outgoing {
   const Group* group;
   int rank, ranks;
 
-  // Finds where `tokens` rows from `first` on go, then lets the next kernel start. By one whole warp
+  // Finds where `tokens` rows from `first` on go, then lets the next kernel start. By a whole warp
   // of every block, before the block meets.
   __device__ __forceinline__ void begin(int first, int tokens, int lane) const {
 #pragma unroll 1
