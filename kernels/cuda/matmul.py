@@ -17,7 +17,6 @@ from voltapile.kernels.cuda import clusters, gemm, records, stream, wide
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.norms import late_norm
-from voltapile.shm.formats import row_bytes
 
 PLAIN, ADD, SILU, GELU = range(4)
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU}
@@ -298,7 +297,7 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
         norm, deal = None, stream.deal(task)
     if deal is None:
         return False
-    matrices, ends = _streamed_matrices(launch)
+    matrices, ends = stream.placed(task, launch.others, launch.matrices)
     numbers = task.columns, task.tokens, launch.epilogue, *ends, deal.first_other, deal.depth
     read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
@@ -310,26 +309,6 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
         shared=deal.shared,
     )
     return True
-
-
-def _streamed_matrices(launch: Launch) -> tuple[list[int | np.int32], list[int]]:
-    """As matmul_stream.cu counts units, those of each format apart: matrices moved to where they
-    would begin if the first unit of their format were theirs, and units up to each one's end."""
-    args: list[int | np.int32] = []
-    ends: tuple[list[int], list[int]] = [], []
-    task, counts = launch.task, [0, 0]
-    for m in range(MATRICES):
-        *places, rows = launch.matrices[4 * m : 4 * m + 4]
-        kind, units = launch.others >> m & 1, int(rows) // stream.ROWS
-        is_up = task.is_glu and m == 1  # which goes along with its gate
-        start = 0 if is_up else counts[kind]
-        vector = 4 * stream.ROWS  # bytes of a unit, of a bias and of a token's row
-        sizes = stream.ROWS * row_bytes(task.pair[kind], task.columns), vector, vector
-        args += [p and p - start * size for p, size in zip(places, sizes, strict=True)] + [rows]
-        counts[kind] += 0 if is_up else units
-        for each in (0, 1):
-            ends[each].append(counts[each])
-    return args, ends[0] + ends[1]
 
 
 def _clusters(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:

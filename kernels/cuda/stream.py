@@ -11,8 +11,10 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk
 from voltapile.kernels.cuda.launch import Instance
+from voltapile.shm.formats import row_bytes
 
 ARCH = 80  # from which on
 WARPS, ROWS, TOKENS = 8, 16, 8
@@ -112,12 +114,6 @@ class Deal:
         return PUSHING[found] if pushes else found
 
 
-def warp_bytes(chunk: Chunk) -> int:
-    """The ring of a warp, and its scales."""
-    vectors = (chunk.bytes + (16 - chunk.align if chunk.bytes % 16 else 0) + 15) // 16
-    return _aligned(DEPTH * 16 * 16 * (vectors | 1) + chunk.scale_bytes)
-
-
 def ring_bytes(chunk: Chunk, depth: int) -> int:
     """A warp's places for chunks of tiles, and its scales."""
     return _aligned(depth * ROWS * chunk.bytes + chunk.scale_bytes)
@@ -166,6 +162,31 @@ def can_push(task: Task) -> bool:
     found = deal(task) if task.tokens else None
     room = task.most_shared - PUSHING_BYTES
     return found is not None and found.instance(task.pair) in PUSHING and found.shared <= room
+
+
+def placed(
+    task: Task, others: int, matrices: Sequence[int | np.int32]
+) -> tuple[list[int | np.int32], list[int]]:
+    """As the kernel counts units, those of each format apart: matrices moved to where they would
+    begin if the first unit of their format were theirs, and units up to each one's end.
+
+    matrices: weights, bias, what they make and rows of each; others: whose format is the second."""
+    args: list[int | np.int32] = []
+    ends: tuple[list[int], list[int]] = [], []
+    counts = [0, 0]
+    for m in range(len(matrices) // 4):
+        *places, rows = matrices[4 * m : 4 * m + 4]
+        kind, units = others >> m & 1, int(rows) // ROWS
+        is_up = task.is_glu and m == 1  # which goes along with its gate
+        start = 0 if is_up else counts[kind]
+        tile, vector = ROWS * row_bytes(task.pair[kind], task.columns), 4 * ROWS
+        for place, size in zip(places, (tile, vector, vector), strict=True):
+            args.append(place and int(place) - start * size)
+        args.append(rows)
+        counts[kind] += 0 if is_up else units
+        for each in (0, 1):
+            ends[each].append(counts[each])
+    return args, ends[0] + ends[1]
 
 
 def _norms(task: Task) -> bool:

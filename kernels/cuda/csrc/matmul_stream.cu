@@ -46,16 +46,19 @@ struct Ahead {
     if (warp >= chunks) this->unit = units.count;
     find();
   }
+  // Finds the next tile where the last one's chunks are all fetched.
+  __device__ __forceinline__ void prepare() {
+    if (left > 0) return;
+    sub = units.all.is_glu() ? 1 - sub : 0;
+    if (sub == 0) unit += step;
+    find();
+  }
   // To a place of the ring, if there is a chunk.
   __device__ __forceinline__ void fetch(const Ring<F>& ring, int place) {
     if (unit < units.count) {
       ring.fetch(place, from);
       from += WARPS * M::CHUNK;
-      if (--left == 0) {
-        sub = units.all.is_glu() ? 1 - sub : 0;
-        if (sub == 0) unit += step;
-        find();
-      }
+      --left;
     }
     ring.close();
   }
@@ -142,8 +145,12 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
   int unit = block + team * blocks;
   Ahead<F> ahead(units, unit, step, warp);
 #pragma unroll 1
-  for (int i = 0; i < depth; ++i) ahead.fetch(ring, i);
+  for (int i = 0; i < depth; ++i) {
+    ahead.prepare();
+    ahead.fetch(ring, i);
+  }
 
+  if (warp_of_block == ALL_WARPS - 1) line.begin(0, all.tokens, lane);
   const Tile tile{lane};
   const int chunks = chunks_of<F>(all.k), subs = all.is_glu() ? 2 : 1, one = 16 * all.tokens;
   const int slot_bytes = M::tokens_bytes(all.tokens);
@@ -158,7 +165,6 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
   for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
     if (count == 0) {
       grid_wait();
-      if (warp_of_block == ALL_WARPS - 1) line.find(all.tokens, lane);
       stage<F>(all, norm, tokens, warp_of_block, lane);
       __syncthreads();
       if (unit >= units.count) break;
@@ -169,6 +175,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
       float total[PASSES][Tile::VALUES] = {};
 #pragma unroll 1
       for (int chunk = warp; chunk < chunks; chunk += WARPS) {
+        ahead.prepare();
         ring.await_chunk();
         float part[PASSES][Tile::VALUES];
         multiply_any<F>(ring.places, ring.place * M::CHUNK, ring.places + depth * M::CHUNK, nullptr,
@@ -201,7 +208,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   ) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
-  grid_launch();
   const Product all{{{weights0, bias0, out0, rows0},
                      {weights1, bias1, out1, rows1},
                      {weights2, bias2, out2, rows2}},
@@ -211,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Outgoing<true> line{group, rank, ranks};
 #else
   const Outgoing<false> line{};
+  grid_launch();
 #endif
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
