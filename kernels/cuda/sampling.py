@@ -10,13 +10,13 @@ from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 from voltapile.kernels.ops import MAX_STOP_IDS, Batch, SlotState, StepOutput
 
 BEGIN = Instance("sample.cu", "begin_step")
-SAMPLE = Instance("sample.cu", "sample_rows", (), True)
+SAMPLE = Instance("sample.cu", "sample_rows", (), True, waits=True)
 BEST = Instance("sample.cu", "best_of_parts", (), True, waits=True)
 INSTANCES = [BEGIN, BEST, SAMPLE]
 
 MOST_CONTEXT = 1 << 20  # the kernel counts a token's places in 20 bits
 THREADS = 1024
-PARTS = 64  # of a row of logits, most
+PARTS = 128  # of a row of logits, most: about as many as there are multiprocessors
 PART = 1024  # logits of a part, least
 
 
@@ -54,7 +54,7 @@ def sample(
     if not rows:
         return
     vocab = logits.shape[1]
-    parts = max(1, min(PARTS, vocab // PART))
+    parts = max(1, min(PARTS, THREADS, vocab // PART))
     parts_best = ops.scratch((rows, parts), np.uint64)
     ops.kernel(BEST)((parts, rows), 256, (logits.ptr, parts_best.ptr, np.int32(vocab)))
     scratch = ops.scratch(logits.shape)

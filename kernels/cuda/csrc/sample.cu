@@ -179,15 +179,46 @@ struct Output {  // arrays over rows
 };
 
 __device__ inline Adjustment adjustment_of(const State& state, int slot, int position) {
-  const int window = state.penalty_window[slot], prompt = state.prompt_tokens[slot];
+  const int window = __ldcg(state.penalty_window + slot);
+  const int prompt = __ldcg(state.prompt_tokens + slot);
   const int first = window > 0 && position > window ? position - window : 0;
   const long long place = slot;
-  return {state.repetition[slot], state.presence[slot], state.frequency[slot], first,
-          prompt > first ? prompt : first, position < state.context ? position : state.context,
-          state.history + place * state.context, state.bias_count[slot],
+  const bool is_masked = __ldcg(state.masked + slot);
+  return {__ldcg(state.repetition + slot), __ldcg(state.presence + slot),
+          __ldcg(state.frequency + slot), first, prompt > first ? prompt : first,
+          position < state.context ? position : state.context,
+          state.history + place * state.context, __ldcg(state.bias_count + slot),
           state.bias_ids + place * state.biases, state.bias_values + place * state.biases,
-          state.masked[slot] ? state.mask + place * state.mask_words : nullptr, state.mask_words};
+          is_masked ? state.mask + place * state.mask_words : nullptr, state.mask_words};
 }
+
+// What a slot asks for. All of it is there when a step begins: so one thread reads it while the
+// kernel before still runs, past the first cache (grid.cuh).
+struct Wish {
+  int slot, position, finished, most, stops[STOP_IDS], logprobs, forced;
+  Filter filter;
+  Adjustment adjustment;
+
+  __device__ __forceinline__ void read(const State& state, int own_slot, int own_position) {
+    slot = own_slot, position = own_position;
+#pragma unroll
+    for (int i = 0; i < STOP_IDS; ++i) stops[i] = __ldcg(state.stop_ids + slot * STOP_IDS + i);
+    finished = __ldcg(state.finished + slot), most = __ldcg(state.max_position + slot);
+    logprobs = __ldcg(state.logprobs + slot), forced = __ldcg(state.forced + slot);
+    filter.temperature = __ldcg(state.temperature + slot);
+    filter.top_p = __ldcg(state.top_p + slot), filter.min_p = __ldcg(state.min_p + slot);
+    filter.top_k = __ldcg(state.top_k + slot);
+    filter.uniform = uniform24(__ldcg(state.seed + slot), position, 0);
+    adjustment = adjustment_of(state, slot, position);
+  }
+  __device__ __forceinline__ int end_of(int chosen) const {
+    int finish = position + 1 >= most ? LENGTH : RUNNING;
+#pragma unroll
+    for (int i = 0; i < STOP_IDS; ++i)
+      if (stops[i] == chosen) finish = STOP;
+    return finish;
+  }
+};
 
 __device__ inline void report(const float* logits, int vocab, int chosen, int alternatives,
                               u64 best, int* ids, float* values, u64* scratch) {
@@ -212,6 +243,7 @@ __device__ inline void report(const float* logits, int vocab, int chosen, int al
   }
 }
 
+constexpr int AT_ONCE = 8;  // logits of a thread
 constexpr u64 BAD = ~0ull;  // a part holds a NaN or +inf; more than any rank
 
 // grid: (parts, rows). parts_best [rows, parts]: the best of each part of a row; 0: none, BAD
@@ -224,30 +256,48 @@ extern "C" __global__ void __launch_bounds__(256)
   const int first = blockIdx.x * size, last = min(first + size, vocab);
   logits += static_cast<long long>(blockIdx.y) * vocab;
   u64 best = 0;
-#pragma unroll 8
-  for (int i = first + static_cast<int>(threadIdx.x); i < last; i += 256) {
-    const float x = logits[i];
-    u64 rank = x > __int_as_float(0xff800000) ? rank_of(x, i) : 0;
-    if (!(x < __int_as_float(0x7f800000))) rank = BAD;
-    best = rank > best ? rank : best;
+#pragma unroll 1
+  for (int start = first; start < last; start += 256 * AT_ONCE) {
+    float values[AT_ONCE];  // asked for together
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int at = start + 256 * i + static_cast<int>(threadIdx.x);
+      values[i] = at < last ? logits[at] : __int_as_float(0xff800000);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const float x = values[i];
+      const int at = start + 256 * i + static_cast<int>(threadIdx.x);
+      u64 rank = x > __int_as_float(0xff800000) ? rank_of(x, at) : 0;
+      if (!(x < __int_as_float(0x7f800000))) rank = BAD;
+      best = rank > best ? rank : best;
+    }
   }
   best = block_join(best, join, Max());
   if (threadIdx.x == 0) parts_best[blockIdx.y * gridDim.x + blockIdx.x] = best;
 }
 
-// grid: (rows). scratch: [rows, vocab]
+// grid: (rows). scratch: [rows, vocab]. A step's slots and positions are there before the wait.
 extern "C" __global__ void __launch_bounds__(1024)
     sample_rows(const float* logits, float* scratch, const u64* parts_best, const int* outputs,
                 const int* slots, const int* positions, State state, Output out, int vocab,
                 int parts) {
   __shared__ SelectScratch s;
-  const int row = blockIdx.x, t = outputs[row], slot = slots[t], position = positions[t] + 1;
+  __shared__ Wish wish;
+  grid_launch();
+  const int row = blockIdx.x;
+  if (threadIdx.x == 0) {
+    const int t = __ldcg(outputs + row);
+    wish.read(state, __ldcg(slots + t), __ldcg(positions + t) + 1);
+  }
+  grid_wait();
+  __syncthreads();
   logits += static_cast<long long>(row) * vocab;
   scratch += static_cast<long long>(row) * vocab;
   int *ids = out.logprob_ids + row * out.width;
   float *values = out.logprobs + row * out.width;
   for (int i = threadIdx.x; i < out.width; i += blockDim.x) ids[i] = -1, values[i] = 0.0f;
-  if (state.finished[slot] != RUNNING) {
+  if (wish.finished != RUNNING) {
     if (threadIdx.x == 0) out.tokens[row] = -1, out.finish[row] = DONE_BEFORE;
     return;
   }
@@ -255,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   const u64 best =  // of the model
       block_join(is_mine ? parts_best[row * parts + threadIdx.x] : 0, s.join, Max());
   bool good = best != BAD;
-  const Adjustment adjustment = adjustment_of(state, slot, position);
+  const Adjustment& adjustment = wish.adjustment;
   const float* chosen_from = logits;
   u64 first = best;
   if (adjustment.bias_count > 0 || adjustment.mask || adjustment.has_penalty()) {
@@ -268,28 +318,23 @@ extern "C" __global__ void __launch_bounds__(1024)
   if (!good || best == 0 || first == 0) {
     if (threadIdx.x == 0) {
       out.tokens[row] = -1;
-      out.finish[row] = state.finished[slot] = NOT_FINITE;
+      out.finish[row] = state.finished[wish.slot] = NOT_FINITE;
     }
     return;
   }
   int chosen = id_of(first);
-  const float temperature = state.temperature[slot];
-  if (state.forced[slot] >= 0) {
-    chosen = state.forced[slot];
+  const float temperature = wish.filter.temperature;
+  if (wish.forced >= 0) {
+    chosen = wish.forced;
   } else if (temperature != 0.0f) {
-    const Filter filter{temperature, state.top_p[slot], state.min_p[slot], state.top_k[slot],
-                        uniform24(state.seed[slot], position, 0)};
     const float top = __fdiv_rn(chosen_from[chosen], temperature);
     if (fabsf(top) < __int_as_float(0x7f800000))  // else the temperature is as good as 0
-      chosen = draw({chosen_from, vocab, temperature, top}, filter, s);
+      chosen = draw({chosen_from, vocab, temperature, top}, wish.filter, s);
   }
-  if (state.logprobs[slot] >= 0)
-    report(logits, vocab, chosen, state.logprobs[slot], best, ids, values, s.join);
+  if (wish.logprobs >= 0)
+    report(logits, vocab, chosen, wish.logprobs, best, ids, values, s.join);
   if (threadIdx.x != 0) return;
-  out.tokens[row] = state.last_token[slot] = chosen;
-  state.next_position[slot] = position;
-  int finish = position + 1 >= state.max_position[slot] ? LENGTH : RUNNING;
-  for (int i = 0; i < STOP_IDS; ++i)
-    if (state.stop_ids[slot * STOP_IDS + i] == chosen) finish = STOP;
-  out.finish[row] = state.finished[slot] = finish;
+  out.tokens[row] = state.last_token[wish.slot] = chosen;
+  state.next_position[wish.slot] = wish.position;
+  out.finish[row] = state.finished[wish.slot] = wish.end_of(chosen);
 }
