@@ -30,7 +30,8 @@ DEPTHS = range(2, 5)  # of a ring: csrc/expert_strip.cuh
 BESIDE = 3  # blocks of expert_up_stream
 DOWN_WARPS = 12  # of a block, most
 BELLS = 128  # bytes, of a block
-NAMED = 3072  # bytes of shared memory that sources name, most
+# Bytes of shared memory that sources name, most, and that the hardware takes of a block.
+NAMED, UP_NAMED, RESERVED = 3072, 128, 1024
 STRIP = 8  # tiles of 16 rows of a block of expert_parts
 FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
 UNITS = 2  # of 16 rows of a block of expert_up_stream, for more tokens
@@ -132,7 +133,7 @@ class Layer:
 
     def up_bytes(self, room: int, units: int, ring: int) -> int:
         columns = self.table.gate.shape[2]
-        before = (0, _whole(4 * columns) + _whole(4 * room * _chunks(columns)))
+        before = (0, 0 if self.is_alone else _whole(4 * room * _chunks(columns)))
         places = (16 * self.table.count, 0)
         return max(
             first + _strip_bytes(name, columns, room, 2 * units, UP_WARPS, ring, least)
@@ -142,7 +143,7 @@ class Layer:
     def up_ring(self, room: int, units: int, used: int, most: int) -> int:
         """Bytes of a warp's ring."""
         for ring in UP_RINGS[:-1]:
-            beside = BESIDE * (self.up_bytes(room, units, ring) + NAMED)
+            beside = BESIDE * (self.up_bytes(room, units, ring) + UP_NAMED + RESERVED)
             if beside + self.down_bytes(used) + NAMED <= most:
                 return ring
         return UP_RINGS[-1]

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
   float* kept = reinterpret_cast<float*>(slot + (warps - warp) * SLOT);
 #pragma unroll 1
   for (int n = warp; n < results; n += warps) {
-    make_bells(bells + n, 1, lane);
+    make_bells(bells + n, 1);
     if (!IS_ALONE && n == here.count)
       fetch(other_memory, other_down + unit * other_tile.bytes, other_tile.bytes, bells + n, lane);
     else

@@ -9,13 +9,14 @@ namespace voltapile {
 #if VP_ARCH >= 800
 constexpr bool HAS_BELLS = VP_ARCH >= 900;
 
-// A multiple of 16 bytes. By a warp; the bell is its own to ask, once for each ring.
+// A multiple of 16 bytes. By a warp that has met; the bell is its own to ask, once for each ring.
 __device__ __forceinline__ void fetch(std::uint8_t* to, const std::uint8_t* from, int bytes,
                                       Bell* bell, int lane) {
 #if VP_ARCH >= 900
-  if (lane != 0) return;
-  expect(bell, bytes);
-  copy_whole(to, from, bytes, bell);
+  if (is_elected()) {
+    expect(bell, bytes);
+    copy_whole(to, from, bytes, bell);
+  }
 #else
 #pragma unroll 4
   for (int at = 16 * lane; at < bytes; at += 512) copy_async(to + at, from + at, 16);
@@ -24,12 +25,14 @@ __device__ __forceinline__ void fetch(std::uint8_t* to, const std::uint8_t* from
 // Until what was fetched is there; before sm_90 others see to that.
 __device__ __forceinline__ void hear(Bell* bell, bool is_odd) {
 #if VP_ARCH >= 900
-  await(bell, is_odd);
+  await_own(bell, is_odd);
 #endif
 }
-__device__ __forceinline__ void make_bells(Bell* bells, int count, int lane) {
+__device__ __forceinline__ void make_bells(Bell* bells, int count) {
 #if VP_ARCH >= 900
-  if (lane < count) make_bell(bells + lane);
+  if (is_elected())
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) make_bell(bells + i);
   tell_bells();
   __syncwarp();
 #endif
@@ -46,7 +49,7 @@ struct Ring {
 
   __device__ __forceinline__ Ring(std::uint8_t* memory, Bell* bells, int depth, int lane)
       : memory(memory), bells(bells), depth(depth), lane(lane) {
-    make_bells(bells, depth, lane);
+    make_bells(bells, depth);
   }
   // from: the next piece, or null. What was in its place has been read by all lanes, which met.
   __device__ __forceinline__ void ask(const std::uint8_t* from) {

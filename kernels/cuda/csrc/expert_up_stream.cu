@@ -12,8 +12,8 @@ struct Columns {  // as they begin in an Expert
 };
 static_assert(GATE == 0 && UP == 1 && sizeof(Expert) % 16 == 0 && sizeof(Columns) == 16);
 
-// Tokens of the expert that every token takes. weight, in shared memory as `parts` [token of
-// `room`][chunk] are, or null: factors are sigmoid(x . weight).
+// Tokens of the expert that every token takes. weight: null, or factors are sigmoid(x . weight).
+// parts, in shared memory: [token of `room`][chunk].
 struct Everybody : Seated {
   const float* weight;
   float* parts;
@@ -104,17 +104,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
     Units all(units, other_rows, k);
     all.from = {other_gate, other_up};
     const int own = all.count > 0 ? min(room, tokens - begin) : 0;
-    float* weight = other_weight == nullptr ? nullptr : reinterpret_cast<float*>(shared);
-    if (weight != nullptr)
-#pragma unroll 4
-      for (int i = threadIdx.x; i < k; i += 32 * WARPS) weight[i] = other_weight[i];
-    std::uint8_t* parts = shared + whole(4 * k);
+    if (other_weight != nullptr)
+#pragma unroll 1
+      for (int i = 32 * threadIdx.x; i < k; i += 32 * 32 * WARPS) prefetch(other_weight + i);
     seat(own, begin + threadIdx.x, begin + threadIdx.x, other_rows);
-    const Strip<O> strip{2 * all.count, k, room, other_depth, parts + whole(4 * room * chunks)};
+    const Strip<O> strip{2 * all.count, k, room, other_depth, shared + whole(4 * room * chunks)};
     auto ring = strip.ring();
-    const Seated seated{seats, x};
-    all.make(strip, ring, own,
-             Everybody{seated, weight, reinterpret_cast<float*>(parts), chunks}, other_out);
+    const Everybody source{{seats, x}, other_weight, reinterpret_cast<float*>(shared), chunks};
+    all.make(strip, ring, own, source, other_out);
     return;
   }
   Units all(units, rows, k);
