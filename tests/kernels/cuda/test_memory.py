@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 import threading
@@ -9,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from voltapile.kernels.cuda import tiles
+
+from ..test_matmul import random_raw
 
 
 @pytest.fixture
@@ -38,6 +42,43 @@ def test_an_upload_is_whole(memory: Any, monkeypatch: pytest.MonkeyPatch, size: 
     np.testing.assert_array_equal(target[:size], data[::-1])
     uploader.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("upload")]
+
+
+@pytest.mark.parametrize("name", tiles.FORMATS)
+def test_tiles_are_made_on_the_way(
+    fake_cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Experts, of which several tiles travel at once; rows of a matrix; what is no whole tiles."""
+
+    class Gpu(fake_cupy.Gpu):  # type: ignore[misc, name-defined]
+        def malloc(self, nbytes: int) -> int:
+            kept.append(np.zeros(nbytes, np.uint8))
+            return int(kept[-1].ctypes.data)
+
+        def give_back(self, ptr: int) -> None:
+            pass
+
+    kept: list[np.ndarray] = []
+    fake_cupy.install(monkeypatch, Gpu(copies=True))
+    ops = importlib.import_module("voltapile.kernels.cuda.ops").CudaOps(0, 1 << 20)
+    raw = random_raw(name, 96, 768).reshape(-1)
+    monkeypatch.setattr(
+        importlib.import_module("voltapile.kernels.cuda.memory"), "CHUNK", raw.nbytes * 2 // 5
+    )
+    weight = ops.weight(raw, name, (2, 48, 768))
+    expected = np.ascontiguousarray(tiles.in_tiles(raw, name, 768)).reshape(-1)
+    assert weight.is_tiled
+    assert bytes(expected) == ctypes.string_at(weight.ptr, weight.nbytes)
+    plain = ops.weight(raw, name, (8, 12, 768))
+    assert not plain.is_tiled
+    assert bytes(raw) == ctypes.string_at(plain.ptr, plain.nbytes)
+    matrix = ops.weight(raw, name, (96, 768))
+    part = ops.weight_rows(matrix, 32, 80)
+    assert part.is_tiled
+    assert part.ptr == matrix.ptr + 32 * matrix.row_bytes
+    with pytest.raises(AssertionError):
+        ops.weight_rows(matrix, 32, 81)
+    ops.prepare(lambda: None)  # lets threads go
 
 
 def test_an_upload_that_fails_is_told(
