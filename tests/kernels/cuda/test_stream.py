@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,13 +53,16 @@ def glu_and_residual(ops: EmulatedOps, rows: int, tokens: int) -> list[Callable[
     ]
 
 
-@pytest.mark.parametrize("name", stream.FORMATS)
+@pytest.mark.parametrize(
+    ("arch", "name"), [*((90, name) for name in stream.FORMATS), (80, "Q4_K"), (80, "Q6_K")]
+)
 def test_bits_are_those_of_rows(
+    arch: int,
     name: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ops = ops_of(90, folder)
+    ops = ops_of(arch, folder)
     for rows, columns, tokens in ((160, 768, 1), (48, 512, 8), (16, 4352, 3)):
         raw, x = random_raw(name, rows, columns), activations(tokens, columns)
         weight = ops.weight(raw, name, (rows, columns))
@@ -70,6 +74,25 @@ def test_bits_are_those_of_rows(
         values = values_of(raw, name, rows)
         error = np.abs(got - x.astype(np.float64) @ values.T)
         assert (error <= tolerance(x, values, name)).all()
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_deeper_ring_has_the_same_bits(
+    arch: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, key = ops_of(arch, folder), (("Q8_0", "Q8_0"), stream.TEAMS)
+    instance = stream.STREAM[key]
+    weight = ops.weight(random_raw("Q8_0", 176, 2304), "Q8_0", (176, 2304))
+    x = ops.array(activations(2, 2304))
+    plain = ops.to_host(matmul.linear(ops, x, weight))
+    deeper = tuple((key, "3" if key == "DEPTH" else value) for key, value in instance.defines)
+    monkeypatch.setitem(stream.STREAM, key, replace(instance, defines=deeper))
+    monkeypatch.setattr(stream, "DEPTH", 3)
+    stream.deal.cache_clear()
+    got = ops.to_host(matmul.linear(ops, x, weight))
+    stream.deal.cache_clear()
+    assert [each[0] for each in ops.launched] == [instance, replace(instance, defines=deeper)]
+    np.testing.assert_array_equal(got, plain)
 
 
 @pytest.mark.parametrize("name", stream.FORMATS)
