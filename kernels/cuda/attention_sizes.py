@@ -18,14 +18,15 @@ LETTERS = 14  # of a block's inbox (csrc/attention_blocks.cuh)
 def decode_shared(dim: int, kind: int, tiles: int, arch: int, blocks: int = SHARES) -> int:
     """Bytes of struct Shared in attention_decode.cu, for blocks of such clusters."""
     rows, pitch, is_copied = 16 * tiles, dim + 8, arch >= 80 and kind != ANY
-    step = 16 * (dim + 16) + 2 * dim if is_copied and kind == KINDS["q8_0"] else 32 * pitch
+    step = 32 * pitch if not is_copied else 18 * dim if kind == KINDS["q8_0"] else 32 * dim
     stages = 1 if dim > 128 else 3 if kind == KINDS["q8_0"] else 2
     steps = 2 * stages if is_copied else 1
+    bells = 8 * STRANDS * (steps if arch >= CLUSTERS_FROM else 1)
     ends = 32 * STRANDS * pitch
     inbox = LETTERS * (4 * dim + 8) if arch >= CLUSTERS_FROM and blocks > 1 else 16
     kept = STRANDS * tiles * 64 * (8 + dim) if arch >= CLUSTERS_FROM and blocks == 1 else 0
     own = max(STRANDS * steps * step, ends + inbox)
-    return own + 2 * rows * pitch + 24 * rows + kept + 96
+    return own + 2 * rows * pitch + 24 * rows + kept + bells + 96
 
 
 def prefill_shared(dim: int, kind: int, arch: int) -> int:

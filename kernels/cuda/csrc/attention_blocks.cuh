@@ -36,6 +36,8 @@ struct Inbox {
   float2 stats[LETTERS];  // largest score, sum of exponentials
 };
 
+__device__ __forceinline__ void open_inbox(Bell* bell) { make_bell(bell); }
+
 // Of the cluster's blocks that have part of a piece, which is this.
 struct Member {
   Bell* bell;
@@ -97,13 +99,12 @@ __device__ __noinline__ void write_dealt_rows(const Ends& ends, Inbox& inbox, co
   }
 }
 #else
-using Bell = std::uint64_t;
 struct Inbox {};
 struct Member {
   Bell* bell;
   int rank, blocks;
 };
-__device__ __forceinline__ void make_bell(Bell*) {}
+__device__ __forceinline__ void open_inbox(Bell*) {}
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void write_dealt_rows(const Ends&, Inbox&, const Row*, int, int, Member,
                                                  bool, const Target&) {}

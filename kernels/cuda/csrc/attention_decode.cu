@@ -16,7 +16,7 @@ constexpr int LEAST_BLOCKS =  // of a processor
     !COPIES || DIM > 128 || ROW_TILES > 1 ? 1 : TURNS == 1 ? 3 : 2;
 
 #ifndef VP_EMULATION
-extern __shared__ __align__(16) unsigned char shared[];
+extern __shared__ __align__(128) unsigned char shared[];
 #endif
 
 struct Shared {
@@ -33,6 +33,7 @@ struct Shared {
   int pieces[ROWS];  // of a row, where there are several
   Source from;
   Bell bell;                  // of the inbox
+  Bell bells[STRANDS][Steps::BELLS];
   KeptSums<(TURNS > 1)> kept[TURNS > 1 ? STRANDS : 1];
   int used, tickets, answer;  // kept for the end, so that no register holds them meanwhile
 };
@@ -276,7 +277,8 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
                  int width, int pages, float scale, float cap, int window, int most, int stride,
                  int chunk, int pieces, int members) {
   Shared& sh = *reinterpret_cast<Shared*>(own_memory(shared));
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, limit = width * PAGE;
+  const int lane = threadIdx.x & 31, limit = width * PAGE;
+  const int warp = __shfl_sync(WHOLE_WARP, threadIdx.x >> 5, 0);  // known to be one number
   const unsigned rank = blockIdx.x % BLOCKS, one = blockIdx.x / BLOCKS;
   const int number = pieces == 1 ? one : one / pieces, index = first + number;
   const int kv_head = parts == 1 ? blockIdx.y : blockIdx.y / parts;
@@ -303,7 +305,7 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   if (start + begin_of(rank) >= end) return;
 
   if (threadIdx.x == 0) {
-    make_bell(&sh.bell);
+    open_inbox(&sh.bell);
     const Pages where{table + static_cast<long long>(slots[item.begin]) * width, pages, kv_heads,
                       kv_head, width};
     sh.from = {{{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}}, where,
@@ -313,7 +315,7 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
                  blocks_of(all.high - max(all.last * all.piece, least));
   }
   __syncthreads();
-  Steps::State state(sh.from);
+  Steps::State state(sh.from, sh.bells[warp]);
   sh.strands[warp].begin(sh.from, state, item.fresh, lane);
   const Places places{((is_planned ? number * chunk : number) - item.begin) * num_heads * stride,
                       stride};

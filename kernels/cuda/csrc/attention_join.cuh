@@ -2,7 +2,7 @@
 // an order that follows from their numbers alone: a strand's shares 0 to 3 in turn, its shares 4 to
 // 7 in turn, both, the strands, and the pieces in turn. (attention_blocks.cuh: across blocks.)
 #pragma once
-#include "attention_strand.cuh"
+#include "attention_copied.cuh"
 
 namespace voltapile {
 

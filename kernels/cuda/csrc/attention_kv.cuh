@@ -3,7 +3,9 @@
 // f16 holds plain halves. q8_0 and q4_0 hold, for each page and head, first the integers of all 64
 // positions and then their scales (a half for each 16 values of q8_0, each 32 of q4_0), so that
 // 16-byte reads are aligned and have one scale; the bytes of q4_0 hold value i in the low and value
-// i + 16 in the high nibble, as in GGUF.
+// i + 16 in the high nibble, as in GGUF. From sm_80 on each row's pieces of 16 bytes are exchanged
+// (turn_of), so that rows can be copied as they lie, and eight that follow each other have one and
+// the same piece in different banks; and integers of q8_0 lie there 128 higher.
 // A reader brings part of a page into shared memory as halves: positions outside [low, high) and
 // dimensions past the head's end become zeros, so that what was left there by others cannot harm.
 #pragma once
@@ -27,6 +29,19 @@ __device__ __forceinline__ long long integer_bytes(int kind, int dim) {
 }
 __device__ __forceinline__ long long head_bytes(int kind, int dim) {
   return integer_bytes(kind, dim) + (kind == F16 ? 0 : PAGE * dim >> (2 + kind));
+}
+
+constexpr unsigned BYTE_SIGNS = VP_ARCH < 800 ? 0x80808080u : 0;  // make them so where they are not
+
+// A row has `wide` pieces of 16 bytes, of which `group_of` are exchanged among themselves: piece c of
+// `row` lies where c ^ turn_of() would.
+__device__ constexpr unsigned group_of(unsigned wide) {
+  const unsigned power = wide & (0u - wide);
+  return power < 8 ? power : 8;
+}
+__device__ constexpr unsigned turn_of(unsigned row, unsigned wide) {
+  const unsigned group = group_of(wide);
+  return VP_ARCH < 800 ? 0 : row * group / 8 & (group - 1);
 }
 
 // Four bytes as halves, in order: the byte becomes the low bits of 1024 + byte.
@@ -80,8 +95,9 @@ struct Reader {
       data[i] = uint4{0, 0, 0, 0};
       scale[i] = 0;
       if (r < ROWS && r >= low && r < high && c * EACH < dim) {
-        const int cell = (row + r) * (dim / EACH) + c;
-        data[i] = __ldcg(reinterpret_cast<const uint4*>(head) + cell);
+        const int wide = dim / EACH, cell = (row + r) * wide + c;
+        const int place = (row + r) * wide + (c ^ turn_of(row + r, wide));
+        data[i] = __ldcg(reinterpret_cast<const uint4*>(head) + place);
         if (TYPE != F16) {
           const unsigned char* scales = head + integer_bytes(TYPE, dim);
           scale[i] = __ldcg(reinterpret_cast<const half_bits*>(scales) + cell);
@@ -102,8 +118,8 @@ struct Reader {
       uint4* to = reinterpret_cast<uint4*>(tile + r * pitch + c * EACH);
       if (TYPE == F16) to[0] = data[i];
       if (TYPE == Q8_0) {
-        to[0] = bytes(data[i].x ^ 0x80808080u, data[i].y ^ 0x80808080u, 1152.0f, scale[i]);
-        to[1] = bytes(data[i].z ^ 0x80808080u, data[i].w ^ 0x80808080u, 1152.0f, scale[i]);
+        to[0] = bytes(data[i].x ^ BYTE_SIGNS, data[i].y ^ BYTE_SIGNS, 1152.0f, scale[i]);
+        to[1] = bytes(data[i].z ^ BYTE_SIGNS, data[i].w ^ BYTE_SIGNS, 1152.0f, scale[i]);
       }
       if (TYPE == Q4_0) {
         const uint4 d = data[i];
@@ -137,7 +153,8 @@ __device__ __forceinline__ void fetch_halves(half_bits* tile, int pitch, const u
     const int c = column_of_place<WIDE, THREADS>(thread, i);
     if (r >= ROWS) break;
     const bool is_seen = r >= low && r < high;
-    const unsigned char* from = head + ((row + r) * DIM + 8 * c) * 2;
+    const int place = (row + r) * WIDE + (c ^ turn_of(row + r, WIDE));
+    const unsigned char* from = head + 16 * place;
     copy_async(tile + r * pitch + 8 * c, is_seen ? from : head, is_seen ? 16 : 0);
   }
 }

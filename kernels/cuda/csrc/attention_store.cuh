@@ -57,7 +57,8 @@ __device__ __forceinline__ Rounded round_to_bytes(float value, float most) {
 }
 
 __device__ __forceinline__ void store_half(unsigned char* head, int row, int dim, int d, float x) {
-  reinterpret_cast<half_bits*>(head)[row * dim + d] = to_half(x);
+  const int place = row * dim + (d ^ 8 * turn_of(row, dim / 8));
+  reinterpret_cast<half_bits*>(head)[place] = to_half(x);
 }
 
 // A warp stores values 32 block to 32 block + 31 of one head, zeros behind its end, at place `row`
@@ -74,9 +75,9 @@ __device__ __forceinline__ void store_integers(unsigned char* head, int kind, in
     const bool is_sane = most < 0xff000000u;
     const float largest = __uint_as_float(is_sane ? most >> 1 : 0);
     const Rounded r = round_to_bytes(is_sane ? value : 0.0f, largest);
-    const int place = row * dim + d;
-    if (d < dim && lane % 16 == 0) scales[place / 16] = is_sane ? r.scale : 0x7e00;
-    if (d < dim) reinterpret_cast<signed char*>(head)[place] = static_cast<signed char>(r.value);
+    const int place = row * dim + (d ^ 16 * turn_of(row, dim / 16));
+    if (d < dim && lane % 16 == 0) scales[(row * dim + d) / 16] = is_sane ? r.scale : 0x7e00;
+    if (d < dim) head[place] = static_cast<unsigned char>(r.value) ^ (~BYTE_SIGNS & 0x80);
     return;
   }
   most = max(most, __shfl_xor_sync(0xffffffffu, most, 16));
@@ -91,7 +92,8 @@ __device__ __forceinline__ void store_integers(unsigned char* head, int kind, in
   if (lane == 0) scales[row * (dim / 32) + block] = scale;
   const int q = __float2int_rn(fminf(fmaxf(units + 8.0f, 0.0f), 15.0f));
   const int high = __shfl_down_sync(0xffffffffu, q, 16);
-  if (lane < 16) head[(row * dim + 32 * block) / 2 + lane] = q | high << 4;
+  const int place = row * dim / 2 + 16 * (block ^ turn_of(row, dim / 32)) + lane;
+  if (lane < 16) head[place] = q | high << 4;
 }
 
 }  // namespace voltapile

@@ -60,7 +60,7 @@ __device__ __forceinline__ void put_piece(half_bits* to, const uint4& d, unsigne
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const unsigned word = words[TYPE == Q8_0 ? 2 * i + j : 2 * (i % 2) + j];
-        const unsigned bytes = TYPE == Q8_0 ? word ^ 0x80808080u
+        const unsigned bytes = TYPE == Q8_0 ? word ^ BYTE_SIGNS
                                : i < 2      ? word & 0x0f0f0f0fu
                                             : word >> 4 & 0x0f0f0f0fu;
         unsigned low, high;
@@ -84,8 +84,8 @@ __device__ __forceinline__ void read_as(half_bits* tile, const Cache& cache, con
     if (i + static_cast<int>(r) < seen.end && c < wide) {
       const unsigned cell = seen.cell(i + r), page = cell / PAGE;
       const unsigned char* head = cache.base + page * head_bytes(TYPE, width_of(cache.dim));
-      const unsigned place = cell % PAGE * wide + c;
-      data = __ldcg(reinterpret_cast<const uint4*>(head) + place);
+      const unsigned place = cell % PAGE * wide + c, turned = c ^ turn_of(cell % PAGE, wide);
+      data = __ldcg(reinterpret_cast<const uint4*>(head) + cell % PAGE * wide + turned);
       if (TYPE != F16)
         scale = __ldcg(reinterpret_cast<const half_bits*>(
                            head + integer_bytes(TYPE, width_of(cache.dim))) + place);
@@ -110,12 +110,12 @@ __device__ __forceinline__ void ask(half_bits* tile, const Cache& cache, const S
   if (i < seen.end) {
     const int own = lane / WIDE, c = lane % WIDE;
     half_bits* to = tile + own * PITCH + 8 * c;
-    const unsigned char* base = cache.base + 16 * c;
 #pragma unroll 4
     for (int r = own; r < STEP; r += 32 / WIDE, to += 32 / WIDE * PITCH) {
       const bool is_in = i + r < seen.end;
       const unsigned cell = seen.cell(is_in ? i + r : i);
-      copy_async(to, base + static_cast<std::uint64_t>(cell) * (2 * DIM), is_in ? 16 : 0);
+      const unsigned char* row = cache.base + static_cast<std::uint64_t>(cell) * (2 * DIM);
+      copy_async(to, row + 16 * (c ^ turn_of(cell, WIDE)), is_in ? 16 : 0);
     }
   }
   commit_copies();

@@ -117,7 +117,7 @@ class World:
     def stored(self) -> tuple[np.ndarray, np.ndarray]:
         """float64 keys and values [pages, KV heads, 64, dim]."""
         return tuple(  # type: ignore[return-value]
-            decode(self.ops.to_host(part), kind, self.case.kv_heads, dim)
+            decode(self.ops.to_host(part), kind, self.case.kv_heads, dim, self.ops.arch)
             for part, kind, dim in zip(
                 pages.page_parts(self.cache),
                 self.case.types,
@@ -165,17 +165,35 @@ class World:
             assert worst <= 1, f"token {self.tokens[first + i]}: {worst:.3g} times what may be"
 
 
-def decode(raw: np.ndarray, kind: str, kv_heads: int, dim: int) -> np.ndarray:
+def turned(rows: np.ndarray, arch: int) -> np.ndarray:
+    """[.., 64, bytes] as a page has them, from the other order; and back (attention_kv.cuh)."""
+    wide = rows.shape[-1] // 16
+    group = min(8, wide & -wide)
+    turns = np.arange(PAGE) * group // 8 & (group - 1) if arch >= 80 else np.zeros(PAGE, np.int64)
+    order = np.arange(wide) ^ turns[:, None]
+    pieces = rows.reshape(*rows.shape[:-1], wide, 16)
+    return np.take_along_axis(pieces, np.broadcast_to(order[..., None], pieces.shape), -2).reshape(
+        rows.shape
+    )
+
+
+def signs(arch: int) -> int:
+    """What stored bytes of q8_0 are to be changed by."""
+    return 128 if arch >= 80 else 0
+
+
+def decode(raw: np.ndarray, kind: str, kv_heads: int, dim: int, arch: int) -> np.ndarray:
     """float64 [pages, KV heads, 64, dim] of a cache's bytes; NaN where nothing was stored."""
     heads = raw.reshape(len(raw), kv_heads, -1)
     shape = *heads.shape[:2], PAGE
+    bits = {"f16": 16, "q8_0": 8, "q4_0": 4}[kind]
+    data = turned(heads[..., : PAGE * dim * bits // 8].reshape(*shape, -1), arch)
     if kind == "f16":
-        return heads.view(np.float16).astype(np.float64).reshape(*shape, dim)
-    bits = 8 if kind == "q8_0" else 4
-    data = heads[..., : PAGE * dim * bits // 8]
+        return data.view(np.float16).astype(np.float64)
     scales = heads[..., PAGE * dim * bits // 8 :].copy().view(np.float16).astype(np.float64)
     if kind == "q8_0":
-        numbers = data.view(np.int8).reshape(*shape, dim // 16, 16).astype(np.float64)
+        data = (data ^ signs(arch)).view(np.int8)
+        numbers = data.reshape(*shape, dim // 16, 16).astype(np.float64)
     else:
         pairs = data.reshape(*shape, dim // 32, 16)
         numbers = np.concatenate([pairs & 15, pairs >> 4], -1).astype(np.float64) - 8

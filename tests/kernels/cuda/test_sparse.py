@@ -10,6 +10,7 @@ from voltapile.kernels.cuda import sparse
 from voltapile.kernels.cuda.pages import kv_cache
 from voltapile.kernels.families import INDEX_RING
 
+from .attention_twin import signs, turned
 from .emulation import has_compiler
 from .test_families import PAGE, REF, SLOW, batch_of, device, normal, ops, weights_of  # noqa: F401
 
@@ -156,12 +157,16 @@ def put(
         place = cache[page : page + 1]
         raw = kernels.to_host(place).reshape(2, -1)
         for head, x in enumerate(values.reshape(2, -1)):
-            if own.key_type == "f16":
-                raw[head].view(np.float16).reshape(PAGE, -1)[row] = x
+            is_half = own.key_type == "f16"
+            rows = raw[head][: PAGE * len(x) * (1 + is_half)].reshape(PAGE, -1)
+            plain = turned(rows, kernels.arch)
+            if is_half:
+                plain.view(np.float16)[row] = x
             else:
                 runs = x.reshape(-1, 16)
                 scale = np.float16(np.abs(runs).max(axis=1) / 127)
                 q = np.round(runs / scale.astype(np.float32)[:, None]).astype(np.int8)
-                raw[head][: PAGE * len(x)].view(np.int8).reshape(PAGE, -1)[row] = q.reshape(-1)
+                plain[row] = q.reshape(-1).view(np.uint8) ^ signs(kernels.arch)
                 raw[head][PAGE * len(x) :].view(np.float16).reshape(PAGE, -1)[row] = scale
+            rows[:] = turned(plain, kernels.arch)
         kernels.upload(place, raw)
