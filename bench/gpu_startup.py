@@ -61,7 +61,7 @@ def fill(header: Path, path: Path) -> None:
 
 
 def upload(path: Path) -> None:
-    from voltapile.kernels.cuda import memory
+    from voltapile.kernels.cuda import memory, tiles
     from voltapile.kernels.cuda.device import Device
 
     device = Device()
@@ -71,8 +71,11 @@ def upload(path: Path) -> None:
             memory.LANES, memory.CHUNK = lanes, chunk
             uploader = memory.Uploader(device)
             began = time.perf_counter()
-            for name in gguf.tensors:
-                uploader.send(target.ptr, gguf.data(name))
+            for name, tensor in gguf.tensors.items():
+                data, is_tiled = gguf.data(name), tiles.has_tiles(tensor.type_name, tensor.shape)
+                if is_tiled:
+                    data = tiles.in_tiles(data, tensor.type_name, tensor.shape[-1])
+                uploader.send(target.ptr, data)
             uploader.close()
             speed = gguf.tensor_bytes / (time.perf_counter() - began) / 1e9
             print(f"upload, {lanes:2} lanes of {chunk >> 20} MiB: {speed:.1f} GB/s", flush=True)

@@ -16,7 +16,6 @@ from voltapile.kernels.families import (
     DeltaWeights,
     NGramHash,
     NGramWeights,
-    SharedExpert,
 )
 from voltapile.kernels.ops import Batch
 from voltapile.kernels.reference.families import ReferenceFamilyOps
@@ -221,56 +220,6 @@ def test_experts(ops: Any, gate: str, up: str, down: str, width: int, inner: int
     np.testing.assert_array_equal(ops.to_host(together), found[more])
 
 
-SHARED = [
-    pytest.param("Q4_K", "Q6_K", "Q5_K", "Q5_K", 256, 256, 256, marks=SLOW),
-    ("Q4_K", "Q5_1", "Q8_0", "Q8_0", 256, 96, 160),
-    pytest.param("IQ4_NL", "Q5_0", "Q8_0", "Q8_0", 64, 96, 32, marks=SLOW),
-    pytest.param("Q4_K", "Q8_0", "Q8_0", "Q8_0", 3584, 32, 288, marks=SLOW),  # 14 chunks
-]
-
-
-@pytest.mark.parametrize(("up", "down", "other", "last", "width", "inner", "wide"), SHARED)
-def test_shared_expert(
-    ops: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    up: str,
-    down: str,
-    other: str,
-    last: str,
-    width: int,
-    inner: int,
-    wide: int,
-) -> None:
-    """11 tokens, of which 9 share an expert, and one has none of those that are here."""
-    shapes = (up, (3, inner, width)), (up, (3, inner, width)), (down, (3, width, inner))
-    shapes += (other, (wide, width)), (other, (wide, width)), (last, (width, wide))
-    made = [weights_of(ops, np.zeros(shape, np.float32), name) for name, shape in shapes]
-    made.append(weights_of(ops, 0.1 * normal(3, width)))
-    tokens, rng = 11, np.random.default_rng(0)
-    x, old = normal(7, tokens, width), normal(8, tokens, width)
-    chosen = np.stack([rng.permutation(6)[:3] for _ in range(tokens)]).astype(np.int32)
-    chosen[:9] = [[1, 5, 3], [4, 1, 2], [1, 3, 0]] * 3
-    chosen[9] = 0, 4, 5
-    weights = np.abs(normal(9, tokens, 3))
-    table, truth = (
-        each.expert_table(*(m[i] for m in made[:3]), 1) for i, each in enumerate((ops, REF))
-    )
-    mine, theirs = (SharedExpert(*(m[i] for m in made[3:])) for i in range(2))
-    expected = REF.experts(x, (chosen, weights), truth, old.copy(), theirs)
-
-    def found(part: slice) -> np.ndarray:
-        own = (ops.array(each[part]) for each in (x, chosen, weights, old))
-        mine_x, *routing, mine_old = own
-        return np.array(ops.to_host(ops.experts(mine_x, tuple(routing), table, mine_old, mine)))
-
-    together = found(slice(None))
-    np.testing.assert_allclose(together, expected, atol=1e-3 * np.abs(expected).max())
-    for part in (slice(2, 3), slice(9, 10), slice(8, 11), slice(1, 9)):
-        np.testing.assert_array_equal(found(part), together[part])
-    monkeypatch.setattr(expert_stream, "DOWN_WARPS", 2)  # each with several chunks in turn
-    np.testing.assert_array_equal(found(slice(8, 11)), together[8:11])
-
-
 @pytest.mark.parametrize(
     ("up", "down", "width", "inner"),
     [pytest.param("Q4_K", "Q6_K", 256, 256, marks=SLOW), ("Q8_0", "Q5_0", 160, 96)],
@@ -298,6 +247,35 @@ def test_experts_of_many_tokens(
         found = ops.to_host(ops.experts(ops.array(x), routing, table, ops.array(old)))
     np.testing.assert_allclose(found, expected, atol=2e-3 * np.abs(expected).max())
     np.testing.assert_array_equal(found[:2], old[:2] + plain)
+
+
+@pytest.mark.parametrize(
+    "name", ["Q6_K", *(pytest.param(name, marks=SLOW) for name in ("Q4_K", "Q5_K", "Q8_0"))]
+)
+def test_experts_are_alike_however_they_lie(
+    ops: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In tiles, row by row, and the last one by itself; of few tokens and of many. Streams take
+    tiles alone."""
+    monkeypatch.setattr(expert_stream, "fits", lambda *_: False)
+    shapes = (3, 256, 512), (3, 256, 512), (3, 512, 256)
+    raws = [random_raw(name, 3 * rows, columns, rows) for _, rows, columns in shapes]
+    tokens, rng = 40, np.random.default_rng(0)
+    x = normal(7, tokens, 512)
+    chosen = np.stack([rng.permutation(4)[:3] for _ in range(tokens)]).astype(np.int32)
+    routing = ops.array(chosen), ops.array(np.abs(normal(9, tokens, 3)))
+    found = []
+    for lies in ((True, True, True), (False, False, False), (True, True, False)):
+        weights = []
+        for raw, shape, is_tiled in zip(raws, shapes, lies, strict=True):
+            monkeypatch.setattr(ops, "tiles", is_tiled)
+            weights.append(ops.weight(raw.reshape(-1), name, shape))
+            assert weights[-1].is_tiled == is_tiled
+        table = ops.expert_table(*weights, 1)
+        monkeypatch.setattr(ops, "alone", 3)
+        found.append(ops.to_host(ops.experts(ops.array(x), routing, table)))
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])
 
 
 def test_gates(plain: Any) -> None:
