@@ -9,12 +9,12 @@ call of Ops shows what they can be joined with; a norm without such a sum may st
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.cuda import gemm, group, rows
-from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher, Line
 from voltapile.kernels.cuda.links import Links
 from voltapile.kernels.cuda.matmul import PLAIN
 from voltapile.kernels.cuda.norms import LateNorms, late_norm
@@ -132,7 +132,7 @@ class CudaCollectives:
         if links is None:
             return None
         if (exact := self._exact_rows(len(x))) == len(x):
-            return self._push_late(links, x, weight, bias)
+            return self._push_late(x, weight, bias)
         if exact or not group.can_sum_rows(links, shape):
             return None
         if not gemm.fits([weight], x.shape[1], is_fused):
@@ -147,17 +147,27 @@ class CudaCollectives:
         return sums
 
     def _push_late(
-        self, links: Links, x: DeviceArray, weight: CudaWeight, bias: CudaWeight | None
+        self, x: DeviceArray, weight: CudaWeight, bias: CudaWeight | None
     ) -> DeviceArray | None:
         """As `_product_late`, of rows that are generated."""
-        ops, shape = self._launcher(), (len(x), weight.shape[0])
-        if not (links.norms and links.pushes and group.can_norm(links, shape)):
-            return None
-        if not can_send(ops, x, weight):
+        ops = self._launcher()
+        if not (self._can_push((len(x), weight.shape[0])) and can_send(ops, x, weight)):
             return None
         self._catch_up()
-        self._unfinished = product_of(ops, x, weight, bias)
-        return self._unfinished.sums
+        product = product_of(ops, x, weight, bias)
+        return self._ends_late(product.sums, product.launch)
+
+    def _can_push(self, shape: tuple[int, int]) -> bool:
+        """Whether what makes these rows may send them, if their sum and its norm come next."""
+        links = self._links
+        if links is None or self._exact_rows(shape[0]) != shape[0]:
+            return False
+        return links.norms and links.pushes and group.can_norm(links, shape)
+
+    def _ends_late(self, sums: DeviceArray, launch: Callable[[Line], None]) -> DeviceArray:
+        """sums, which `launch` makes. It will be the next launch."""
+        self._unfinished = Unlaunched(sums, launch)
+        return sums
 
     def _joined(self, part: DeviceArray | None, out: DeviceArray) -> Late | None:
         """The sum that finishes the product before it, if that is its part."""

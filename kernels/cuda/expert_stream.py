@@ -9,13 +9,13 @@ and device arrays; knows neither cupy nor models.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.expert_groups import join
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
-from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher, Line
 from voltapile.shm.formats import row_bytes
 
 ARCH = 80  # from which on
@@ -77,7 +77,9 @@ def _instance(
 UP = _instances("expert_up_stream", UP_PAIRS, WARPS=UP_WARPS)
 DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=DOWN_WARPS)
 PARTS = _instances("expert_parts", PARTS_PAIRS, WARPS=PARTS_WARPS, STRIP=STRIP)
-INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values()]
+# Of a rank's part of a sum, which goes to the other ranks at once.
+PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in DOWN.values()}
+INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values(), *PUSHING.values()]
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,24 @@ def experts(
             down(ops, inner, own, layer, out[start:stop], adds)
 
 
+def begun(
+    ops: Launcher,
+    x: DeviceArray,
+    routing: tuple[DeviceArray, DeviceArray],
+    table: ExpertTable,
+    shared: Shared | None,
+    out: DeviceArray,
+) -> Callable[[Line], None] | None:
+    """What ends it, with what a kernel is told of the group that it sends its part to, and has to
+    be the next launch. None if down is not expert_down_stream's; then nothing has begun."""
+    if not 0 < len(x) <= FEW or not fits(ops, table, shared, routing[0].shape[1]):
+        return None
+    layer = Layer(table, shared)
+    with ops.scope():  # what comes after the end waits for it, and may have the memory
+        inner = _up(ops, x, routing[0], layer)
+    return lambda line: _down(ops, inner, routing, layer, out, False, line)
+
+
 def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inner:
     """silu(gate x) * up x of each chosen expert, [T * used, F], and of the one that all take."""
     (tokens, columns), (_, rows, own_columns) = x.shape, layer.table.gate.shape
@@ -230,19 +250,27 @@ def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inn
 
 
 def _down(
-    ops: Launcher, inner: Inner, routing: Routing, layer: Layer, out: DeviceArray, adds: bool
+    ops: Launcher,
+    inner: Inner,
+    routing: Routing,
+    layer: Layer,
+    out: DeviceArray,
+    adds: bool,
+    line: Line = (),
 ) -> None:
     """Right behind expert_up_stream: the choice is there before that ends."""
     (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
     tokens, used = chosen.shape
     tiled, shared_tiled = layer.down_tiled
     numbers = used, columns, rows, int(adds), tiled + 2 * shared_tiled
-    ops.kernel(DOWN[layer.down_pair, layer.is_alone])(
+    kind = DOWN[layer.down_pair, layer.is_alone]
+    ops.kernel(PUSHING[kind] if line else kind)(
         (rows // 16, tokens),
         32 * layer.down_warps(used),
         (
             *(*layer.table.args, chosen.ptr, shares.ptr, inner[0].ptr, out.ptr),
             *(*map(np.int32, numbers), *layer.down_args(inner[1]), np.int32(layer.shared_columns)),
+            *line,
         ),
         shared=layer.down_bytes(used),
     )

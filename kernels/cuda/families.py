@@ -95,11 +95,8 @@ class CudaFamilies:
         add_to: DeviceArray | None = None,
         shared: SharedExpert | None = None,
     ) -> DeviceArray:
-        other = None
-        if shared is not None:
-            router = None if shared.router is None else _own(shared.router)
-            other = Shared(_own(shared.gate), _own(shared.up), _own(shared.down), router)
         alone, policy = self.rows_alone(x), self.prompt_policy
+        other = shared_of(shared)
         return experts.experts(self, x, routing, table, add_to, alone, other, policy)
 
     def gate_rows_(self: Host, y: DeviceArray, x: DeviceArray, weight: Weight) -> DeviceArray:
@@ -296,6 +293,13 @@ def _stream_prompt(
 
 def is_same(one: DeviceArray, other: DeviceArray) -> bool:
     return (one.ptr, one.shape) == (other.ptr, other.shape)
+
+
+def shared_of(expert: SharedExpert | None) -> Shared | None:
+    if expert is None:
+        return None
+    router = None if expert.router is None else _own(expert.router)
+    return Shared(_own(expert.gate), _own(expert.up), _own(expert.down), router)
 
 
 def _own(weight: Weight) -> CudaWeight:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda import plain, sparse
+from voltapile.kernels.cuda import expert_stream, plain, sparse
 from voltapile.kernels.cuda.device import Pinned
 from voltapile.kernels.cuda.expert_table import ExpertTable
 from voltapile.kernels.cuda.experts import TICKETS
-from voltapile.kernels.cuda.families import CudaFamilies
+from voltapile.kernels.cuda.families import CudaFamilies, shared_of
 from voltapile.kernels.cuda.file_table import NUMBER, ROWS, Checked, FileTable, Stage
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
@@ -85,6 +85,11 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
         add_to: DeviceArray | None = None,
         shared: SharedExpert | None = None,
     ) -> DeviceArray:
+        if add_to is None and self._can_push((len(x), x.shape[1])):
+            out = self.scratch(x.shape)
+            end = expert_stream.begun(self, x, routing, table, shared_of(shared), out)
+            if end is not None:
+                return self._ends_late(out, end)
         self._changes(add_to, x)
         return super().experts(x, routing, table, add_to, shared)
 

@@ -108,6 +108,10 @@ class CudaWeight:
         return len(self.shape) == 1
 
 
+# What a kernel is told of the group that it sends what it makes to; () if it sends nothing.
+Line = tuple[int | np.int32, ...]
+
+
 class Kernel(Protocol):
     """A loaded function. args: device addresses as int, numpy scalars for everything else."""
 

@@ -21,9 +21,9 @@ from voltapile.kernels.cuda.group import (
     can_norm,
     line_of,
 )
-from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher, Line
 from voltapile.kernels.cuda.links import ROOM, Links
-from voltapile.kernels.cuda.pushing import Line, can_send, product_of
+from voltapile.kernels.cuda.pushing import can_send, product_of
 from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.group import Group
 from voltapile.shm import numa

@@ -1,4 +1,6 @@
-"""A product of few rows that is this rank's part of a sum, and sends what it makes to the others.
+"""A product of few rows that is this rank's part of a sum, and sends what it makes to all ranks.
+
+Or what ends with one, as chosen experts do: their last launch.
 
 It is not launched when it is asked for: whether it shall send is known when its sum is. Knows
 neither cupy nor which ranks there are (group.line_of tells a kernel).
@@ -9,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
 from voltapile.kernels.cuda import stream
 from voltapile.kernels.cuda.chunks import max_shared
-from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher, Line
 from voltapile.kernels.cuda.matmul import PLAIN, Launch, Product, streamed
 from voltapile.kernels.cuda.norms import late_norm
-
-Line = tuple[int | np.int32, ...]
 
 
 @dataclass(frozen=True)
 class Unlaunched:
-    """`sums` is where it ends. launch: with what a kernel is told of the group it sends."""
+    """`sums` is where it ends. launch: with what its kernel is told of the group."""
 
     sums: DeviceArray
     launch: Callable[[Line], None]

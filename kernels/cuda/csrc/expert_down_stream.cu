@@ -2,17 +2,22 @@
 // and with it the expert that every token takes. A block has 16 rows of all of them: their bytes,
 // contiguous whether they lie by tiles or by rows, are on their way to its shared memory before
 // tokens come; then a warp takes one chunk of one expert, or a few. -D FORMAT; OTHER, of the expert that every token takes; ALONE 1 if there is
-// none; WARPS, as many as a block may have; TILES 1 and MANY 0.
+// none; WARPS, as many as a block may have; TILES 1 and MANY 0; PUSH 1, where what is made is this
+// rank's part of a sum and goes to the others at once.
 #include "expert_chunks.cuh"
 #include "expert_fetch.cuh"
 #include "expert_table.cuh"
 #include "grid.cuh"
+#include "group_push.cuh"
 #include "tiles.cuh"
 
 using namespace voltapile;
 
 #ifndef ALONE
 #define ALONE 0
+#endif
+#ifndef PUSH
+#define PUSH 0
 #endif
 constexpr bool IS_ALONE = ALONE;
 #if VP_ARCH >= 800
@@ -80,7 +85,11 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, const float* inner, float* out, int used, int k,
                        int rows, int accumulate, int tiled, const std::uint8_t* other_down,
-                       const float* other_inner, int other_k) {
+                       const float* other_inner, int other_k
+#if PUSH
+                       , const Group* group, int rank, int ranks
+#endif
+                       ) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ Present here;
@@ -88,6 +97,11 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
   __shared__ float sums[(MOST_USED + 1) * 16];
   const int warp = own_warp(), lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   const long long token = blockIdx.y, unit = blockIdx.x;
+#if PUSH
+  const Outgoing<true, 1> line{group, rank, ranks};
+#else
+  const Outgoing<false, 1> line{};
+#endif
   const Rows<F> tiles(k, tiled & 1);
   const Rows<O> other_tile(IS_ALONE ? 0 : other_k, tiled & 2);
   const Chunks<F> cut{k};
@@ -121,8 +135,9 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
   Walk ahead(warp, chunks), walk = ahead;
   const bool writes = threadIdx.x < 16;
   float* to = out + token * rows + 16 * unit + threadIdx.x;
+  if (warp == warps - 1) line.begin(token, 1, lane);
   grid_wait();
-  grid_launch();
+  if (!PUSH) grid_launch();
   Held held;
   if (warp < all) held = load(ahead, warp);
   const float before = writes && accumulate ? *to : 0.0f;
@@ -164,6 +179,8 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
   float sum = 0.0f;
 #pragma unroll 4
   for (int n = 0; n < results; ++n) sum += sums[16 * n + threadIdx.x];
-  *to = accumulate ? before + sum : sum;
+  sum = accumulate ? before + sum : sum;
+  *to = sum;
+  line.send(sum, 0, 16 * unit + threadIdx.x);
 #endif
 }

@@ -25,8 +25,6 @@ struct Outgoing {
     __syncwarp();
     grid_launch();
   }
-  // The old way, till matmul_stream.cu takes the new one.
-  __device__ __forceinline__ void find(int tokens, int lane) const { begin(0, tokens, lane); }
   // token: counted from the first.
   __device__ __forceinline__ void send(float value, int token, int column) const {
     const unsigned word = hidden(value);
@@ -45,7 +43,6 @@ struct Outgoing {
 template <int MOST>
 struct Outgoing<false, MOST> {
   __device__ __forceinline__ void begin(int, int, int) const {}
-  __device__ __forceinline__ void find(int, int) const {}
   __device__ __forceinline__ void send(float, int, int) const {}
 };
 

@@ -3,19 +3,21 @@ are launched (test_collectives.py has the names alone)."""
 
 from __future__ import annotations
 
+import importlib
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import group, matmul, stream
+from voltapile.kernels.cuda import expert_stream, group, matmul, stream
 from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance
-from voltapile.kernels.cuda.links import Links
+from voltapile.kernels.cuda.links import Islands, Links
 from voltapile.kernels.cuda.pushing import can_send, product_of
 
 from ..test_matmul import random_raw
+from .emulated_families import EmulatedFamilies
 from .emulation import EmulatedOps, has_compiler
 from .test_group import Stage, check, one_island, parts_of, vector_of
 
@@ -62,6 +64,97 @@ def test_a_product_sends_its_part_itself(
     check(others, first)
     for i in range(0, len(first), 4):
         check([first[i : i + 2]], first[i + 2 : i + 4])
+
+
+@pytest.fixture(scope="module")
+def experts(folder: Path) -> EmulatedFamilies:
+    if not has_compiler():
+        pytest.skip("there is no g++")
+    ops = EmulatedFamilies(90, folder, 227 << 10)
+    ops.kernel(group.SUM_NORM)
+    kind = expert_stream.DOWN[("Q8_0", "Q8_0"), True]
+    for each in (kind, expert_stream.PUSHING[kind], expert_stream.UP[("Q8_0", "Q8_0"), True]):
+        ops.kernel(each)
+    return ops
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(1, 2), (5, 3)])
+def test_chosen_experts_send_their_part(experts: EmulatedFamilies, tokens: int, ranks: int) -> None:
+    """A rank that has none of a token's experts sends zeros."""
+    n, inner, own, used, eps = 768, 256, 2, 3, 1e-6
+    rng = np.random.default_rng(4)
+    chosen = np.stack([rng.permutation(own * ranks)[:used] for _ in range(tokens)])
+    chosen[-1] = [0, 1, 1]
+    shares, gain = rng.random((tokens, used)).astype(np.float32), parts_of(7, 1, n)[0]
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        shapes = [(own, inner, n), (own, inner, n), (own, n, inner)]
+        raws = [random_raw("Q8_0", each[0] * each[1], each[2], rank + 7 * i)
+                for i, each in enumerate(shapes)]  # fmt: skip
+        made = (ops.weight(raw, "Q8_0", each) for raw, each in zip(raws, shapes, strict=True))
+        table = experts.expert_table(*made, own * rank)
+        routing = ops.array(chosen.astype(np.int32)), ops.array(shares)
+        h, norm = ops.array(parts_of(9, 1, tokens, n)[0] * 1e-3), vector_of(ops, gain)
+        found = []
+        for _ in range(2):
+            for is_pushed in (True, False):
+                x, out, part = (
+                    ops.array(parts_of(5, 1, tokens, n)[0]),
+                    *(ops.scratch((tokens, n)) for _ in range(2)),
+                )
+                end = expert_stream.begun(ops, h, routing, table, None, part)
+                assert end is not None
+                end(group.line_of(links) if is_pushed else ())
+                group.all_reduce_norm(ops, links, part, x, norm, eps, out, is_pushed)
+                found += [ops.to_host(x), ops.to_host(out)]
+        return found
+
+    first, *others = Stage(experts, one_island(ranks), start=-2).run(work)
+    check(others, first)
+    for i in range(2, len(first), 2):
+        check([first[i : i + 2]], first[:2])
+    assert np.isfinite(first[0]).all()
+    assert (first[0] != parts_of(5, 1, tokens, n)[0]).mean() > 0.9
+
+
+def test_many_tokens_do_not_send(experts: EmulatedFamilies) -> None:
+    x = experts.scratch((expert_stream.FEW + 1, 768))
+    routing = experts.scratch((len(x), 2), np.int32), experts.scratch((len(x), 2))
+    nothing: Any = None
+    assert expert_stream.begun(experts, x, routing, nothing, None, x) is None
+
+
+def test_experts_end_with_the_sum_that_they_are_a_part_of(
+    fake_cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, loaded = fake_cupy.Gpu(), list[str]()
+    fake_cupy.install(monkeypatch, gpu)
+    loader = importlib.import_module("voltapile.kernels.cuda.loader")
+    monkeypatch.setattr(
+        loader, "compile_instance", lambda each, *_: loaded.append(each.name) or b""
+    )
+    ops = importlib.import_module("voltapile.kernels.cuda.family_ops").CudaFamilyOps(0, 1 << 20)
+    ops.arch, shape = 90, (1, 768)
+    links = Links(1, 0, 2, Islands(((0, 1),)), np.zeros(2, np.uint32))
+    ops._links, links.norms = links, True
+    table = ops.expert_table(
+        *(ops.dummy_weight("Q8_0", each) for each in [(2, 256, 768)] * 2 + [(2, 768, 256)]), 0
+    )
+    gain, x, h = ops.dummy_weight("F32", (768,)), ops.scratch(shape), ops.scratch(shape)
+    routing = ops.scratch((1, 2), np.int32), ops.scratch((1, 2))
+    up_down = ["expert_up_stream", "expert_down_stream"]
+    for links.pushes, then in ((False, None), (True, None), (True, h)):
+        gpu.launches.clear()
+        loaded.clear()
+        part = ops.experts(h, routing, table)
+        ops.all_reduce(part, shape, x)
+        if then is None:
+            ops.rms_norm(x, gain, 1e-6)
+        else:
+            ops.all_gather(then, 1, [768] * 2)  # no norm, so nobody would read what was sent
+        ends = ["group_sum_norm"] if then is None else ["group_sum", "group_gather"]
+        assert gpu.launches == up_down + ends
+        assert any("PUSH" in name for name in loaded) == (links.pushes and then is None)
 
 
 class Ranked(CudaCollectives, EmulatedOps):
