@@ -64,8 +64,9 @@ embed(const unsigned char* table, const int* tokens, float* out, int vocab, int 
   float* y = out + (static_cast<long long>(blockIdx.y) * blocks + first) * Format::length;
   if (!BY_VALUE) {
 #pragma unroll 8
-    for (int i = threadIdx.x; i < count * Format::bytes; i += THREADS) 
-      raw[i] = from(i / Format::bytes)[i % Format::bytes];
+    for (int i = threadIdx.x; i < count * Format::bytes; i += THREADS)
+      raw[i] = voltapile::HAS_TILES<Format> ? from(i / Format::bytes)[i % Format::bytes]
+                                            : from(0)[i];
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += THREADS)
       Format::unpack(raw + i * Format::bytes, unpacked + i * WIDE);

@@ -42,7 +42,7 @@ extern "C" __global__ void weights_to_half(Bytes weights, uint4* out, int rows, 
   using C = Codec<F>;
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
   const int groups = k / 32, row_bytes = k / F::length * F::bytes;
-  const Lay lay = lay_of(is_tiled, C::BYTES, row_bytes);
+  const Lay lay = lay_of(HAS_TILES<F> && is_tiled, C::BYTES, row_bytes);
   for (int row = blockIdx.y; row < rows; row += gridDim.y) {
     const Bytes own_row = row_at(weights, lay, row, row_bytes);
     uint4* out_row = out + static_cast<long long>(row) * groups * 4;

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   const int groups = k / 32, warp = threadIdx.x >> 5;
   const Tile tile{static_cast<int>(threadIdx.x & 31)};
   const int row_bytes = k / F::length * F::bytes;
-  const Lay lay = lay_of(is_tiled, C::BYTES, row_bytes);
+  const Lay lay = lay_of(HAS_TILES<F> && is_tiled, C::BYTES, row_bytes);
   const Bytes first_tile = weights + static_cast<long long>(first_row) * row_bytes;
   constexpr int TASKS = ROWS * 4 * (GROUPS / C::SPAN);  // row, span, p
   const int p = threadIdx.x & 3;

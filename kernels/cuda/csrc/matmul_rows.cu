@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply_staged(const Job& job, std::uint8_t* me
   constexpr int AHEAD = IS_ASYNC ? STAGES - 1 : 1;
   const int chunks = (job.k + COLUMNS - 1) / COLUMNS;
   const int row_bytes = job.k / F::length * F::bytes;
-  const Lay lay = lay_of(job.is_tiled, BYTES, row_bytes);
+  const Lay lay = lay_of(HAS_TILES<F> && job.is_tiled, BYTES, row_bytes);
   typename M::Staged staged(memory + M::FIXED, job.room);
   Raw raw(lay.row, job.last_row, tile.lane);
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply_staged(const Job& job, std::uint8_t* me
   const auto fetch = [&](int step, int slot) {
     const int chunk = warp + step / TILES * WARPS, t = step % TILES;
     if (chunk < chunks) {
-      const std::uint8_t* first = job.first_of(t) + static_cast<long long>(chunk) * lay.chunk;
+      const std::uint8_t* first = job.first_of(t) + chunk * lay.chunk;
       const int left = row_bytes - chunk * BYTES;
       if constexpr (IS_ASYNC)
         raw.begin(memory + slot * Raw::SIZE, first, left);
@@ -60,7 +60,7 @@ __device__ __forceinline__ void multiply_staged(const Job& job, std::uint8_t* me
         raw.store(memory + slot * Raw::SIZE);
       __syncwarp();
       fetch(step + AHEAD, next);
-      const std::uint8_t* first = job.first_of(t) + static_cast<long long>(chunk) * lay.chunk;
+      const std::uint8_t* first = job.first_of(t) + chunk * lay.chunk;
       float part[PASSES][Tile::VALUES];
       multiply_any<F>(memory, slot * Raw::SIZE, memory + STAGES * Raw::SIZE, first, raw, staged,
                       tile, part);

@@ -103,7 +103,7 @@ __device__ __forceinline__ void stage_rows(std::uint8_t* to, const std::uint8_t*
   const std::uint8_t* from = up + static_cast<long long>(first) * row_size;
 #pragma unroll 1
   for (int s = 0; s < STREAMS; ++s) {
-    if (is_tiled)
+    if (HAS_TILES<Format> && is_tiled)
       stage_tiled(to, up, row_size, s * width + first, bytes);
     else if (is_whole)
 #pragma unroll 1
@@ -150,7 +150,7 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
   const int at = stream * width + (is_in ? column : 0);
   typename Eight<Format>::Raw raw[ROWS];
   const int row_size = static_cast<int>(row_bytes<Format>(STREAMS * width));
-  const Lay lay = lay_of(is_tiled, CHUNK_BYTES, row_size);
+  const Lay lay = lay_of(HAS_TILES<Format> && is_tiled, CHUNK_BYTES, row_size);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     const int row = min(first + r, all - 1);

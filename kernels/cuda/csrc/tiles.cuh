@@ -40,7 +40,7 @@ __device__ __forceinline__ const std::uint8_t* block_at(const std::uint8_t* matr
                                                         long long row, int block, int blocks) {
   static_assert(256 % F::length == 0);
   constexpr int EACH = 256 / F::length;  // of a chunk
-  const Lay lay = lay_of(is_tiled, EACH * F::bytes, blocks * F::bytes);
+  const Lay lay = lay_of(HAS_TILES<F> && is_tiled, EACH * F::bytes, blocks * F::bytes);
   return row_at(matrix, lay, row, static_cast<long long>(blocks) * F::bytes) +
          block / EACH * lay.chunk + block % EACH * F::bytes;
 }
