@@ -28,6 +28,7 @@ MANY = 48
 # Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.
 # One box does for a single round; else all warps meet after each.
 MEMORY = [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)]
+SHIFT = 20  # of what kernels multiply with instead of dividing
 FORMATS = stream.FORMATS
 PASSES = (2, 4)  # times eight tokens, that a kernel multiplies at once
 
@@ -59,7 +60,7 @@ INSTANCES = list(CLUSTER.values())
 class Deal:
     """clusters: of a turn of `room` tokens; those from first_other on take the other format.
     held: tiles of a warp at once. crew: warps of a block. depth: of rings. boxes: for sums that
-    arrive."""
+    arrive. numbers: what a kernel need not divide for, then."""
 
     clusters: int
     held: int
@@ -70,6 +71,7 @@ class Deal:
     depth: int
     boxes: int
     shared: int
+    numbers: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -100,7 +102,12 @@ def _deal(task: stream.Task, turns: int) -> Deal | None:
         sizes = slots, 8 * passes, held, crew, depth, own_boxes
         shared = max(_shared_bytes(part, *sizes) for part in parts)
         if shared <= task.most_shared:
-            return Deal(clusters, held, crew, room, passes, first, depth, own_boxes, shared)
+            divisors = tuple(-(-(1 << SHIFT) // each) for each in (crew, slots))
+            shares = divmod(task.units, first), divmod(task.others, max(1, clusters - first))
+            numbers = depth, own_boxes, *divisors, *shares[0], first, *shares[1]
+            return Deal(
+                clusters, held, crew, room, passes, first, depth, own_boxes, shared, numbers
+            )
     return None
 
 

@@ -231,14 +231,16 @@ def _glu_of_two_kinds(
 
 
 def _launches(products: list[Product]) -> list[list[Product]]:
-    """As few launches as formats allow, at most three matrices in each."""
+    """As few launches as formats allow, at most three matrices in each. What is no whole tiles is
+    apart from what is, which can be streamed."""
     waiting, launches = list(products), []
     while waiting:
         first = waiting.pop(0)
         launch, names = [first], {first.weight.type_name}
         for product in list(waiting):
             wider = names | {product.weight.type_name}
-            if len(launch) < MATRICES and _pair_of(wider) is not None:
+            is_alike = product.weight.is_tiled == first.weight.is_tiled
+            if len(launch) < MATRICES and is_alike and _pair_of(wider) is not None:
                 launch.append(product)
                 names = wider
                 waiting.remove(product)
@@ -318,7 +320,6 @@ def _clusters(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     if deal is None:
         return False
     numbers = task.columns, task.tokens, deal.room, launch.epilogue, launch.others
-    ends = deal.first_other, deal.depth, deal.boxes
     with ops.scope():
         own, other = 0, 0
         if late_norm(x) is not None or task.columns >= clusters.STAGED_FROM:
@@ -326,7 +327,7 @@ def _clusters(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
         ops.kernel(clusters.CLUSTER[task.pair, deal.passes, deal.held])(
             (deal.clusters * clusters.CLASSES, -(-task.tokens // deal.room)),
             32 * deal.crew,
-            (*launch.matrices, x.ptr, own, other, *map(np.int32, (*numbers, *ends))),
+            (*launch.matrices, x.ptr, own, other, *map(np.int32, (*numbers, *deal.numbers))),
             shared=deal.shared,
         )
     return True

@@ -8,7 +8,8 @@
 // order. So bits are those of matmul_rows.cu.
 //
 // grid: (CLASSES * clusters, turns of `room` tokens). Clusters from first_other on take the
-// matrices whose bit in `others` is set. boxes: 2 where a tile's sums may arrive while those of the
+// matrices whose bit in `others` is set. A cluster takes `units` of a format, and the first `more`
+// another one: a tile, or a gate's and its up's. boxes: 2 where a tile's sums may arrive while those of the
 // one before are read, else 1. -D FORMAT, OTHER; SPLIT and WARPS, both CLASSES; CREW, the
 // most warps; MANY 2 or 4; TILES 1; HELD, the tiles that a warp multiplies at once, 1 or 2: with 1
 // the number of warps is even.
@@ -80,26 +81,26 @@ __device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const W
                                                 int lane, Sums (&total)[HELD]) {
 #pragma unroll 1
   for (int n = task.from; n < task.to; ++n) {
-    if (Order<F>::IS_BLOCK && is_awaited) await(memory.chunk_bell(n), true);
+    if (Order<F>::IS_BLOCK && is_awaited) await_own(memory.chunk_bell(n), true);
     ring.await_here();
     add_chunk<F>(ring.memory, ring.here(), ring.behind(), memory.slot(n), Tile{lane}, total);
     __syncwarp();  // what was read may be overwritten
-    fetch.begin(ring, ring.place, lane);
+    fetch.begin(ring, ring.place);
     ring.next();
   }
 }
 
-// Tiles of the cluster from begin to end.
+// The cluster's share of the tiles.
 template <class F>
 __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uint8_t* records,
-                                               int all_tokens, unsigned mask, int begin, int end,
-                                               std::uint8_t* shared) {
+                                               int all_tokens, unsigned mask,
+                                               const Share& share, std::uint8_t* shared) {
   using M = CrewMemory<F>;
   // The same for all lanes, as the compiler is to know.
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int row_bytes = all.k / F::length * F::bytes, chunks = all.k / M::COLUMNS;
   const int most = (chunks + CLASSES - 1) / CLASSES;
-  const Work work(all.crew, begin, end, (chunks - all.rank + CLASSES - 1) / CLASSES, most, warp);
+  const Work work(all.crew, share, (chunks - all.rank + CLASSES - 1) / CLASSES, most, warp);
   const Memory<F> memory(all, shared, most);
 
   Ring<F> ring = memory.ring(all, warp);
@@ -107,7 +108,7 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   tell_bells();
   __syncwarp();
   Fetch<F> fetch(all, work, mask, row_bytes);
-  for (int i = 0; i < all.depth; ++i) fetch.begin(ring, i, lane);
+  for (int i = 0; i < all.depth; ++i) fetch.begin(ring, i);
   if (lane < all.boxes) {
     Bell* bell = memory.bells_of(lane) + warp;
     make_bell(bell);
@@ -124,14 +125,13 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
     if (warp == 0 && work.rounds > 0)
       copy_tokens<F>(all, records, all_tokens, memory, work.slots, lane);
   }
-  cluster_wait();  // all blocks have begun
-
   for (int round = 0; round <= work.rounds; ++round) {
     Sums total[HELD] = {};
     const bool is_over = round == work.rounds;
     const Work::Task task = work.task(round);
     if (task.is_in)
       multiply_chunks(memory, task, fetch, ring, is_copied && round == 0, lane, total);
+    if (round == 0) cluster_wait();  // nobody is sent anything who has not begun
     if (round > 0) {
       // Whose bells are awaited by another warp must have seen them ring for the rounds before.
       if (is_over && work.shares(round - 1)) __syncthreads();
@@ -153,8 +153,9 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
                    const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
                    const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
                    const float* x, const std::uint8_t* records, const std::uint8_t* other_records,
-                   int k, int tokens, int room, int epilogue, int others, int first_other,
-                   int depth, int boxes) {
+                   int k, int tokens, int room, int epilogue, int others, int depth, int boxes,
+                   int by_crew, int by_most, int units, int more, int first_other, int other_units,
+                   int other_more) {
 #if VP_ARCH >= 900
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
@@ -176,17 +177,15 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
   const bool is_other = !IS_SAME && cluster >= first_other;
   const unsigned mask = IS_SAME ? 7 : is_other ? others : ~others & 7;
   // A gate and its up stay together.
-  const int unit = all.is_glu() ? 2 : 1, units = tiles_of(all, mask) / unit;
-  const int clusters = IS_SAME      ? gridDim.x / CLASSES
-                       : is_other ? gridDim.x / CLASSES - first_other
-                                  : first_other;
-  const int own = cluster - (is_other ? first_other : 0);
-  const int begin = static_cast<long long>(units) * own / clusters * unit;
-  const int end = static_cast<long long>(units) * (own + 1) / clusters * unit;
+  const int own = cluster - (is_other ? first_other : 0), tiles = all.is_glu() ? 2 : 1;
+  const int count = is_other ? other_units : units, extra = is_other ? other_more : more;
+  const int begin = (own * count + min(own, extra)) * tiles;
+  const Share share{begin, begin + (count + (own < extra)) * tiles, static_cast<unsigned>(by_crew),
+                    static_cast<unsigned>(by_most)};
   std::uint8_t* memory = own_memory(shared);
   if (is_other)
-    multiply_tiles<formats::OTHER>(all, other_records, tokens, mask, begin, end, memory);
+    multiply_tiles<formats::OTHER>(all, other_records, tokens, mask, share, memory);
   else
-    multiply_tiles<formats::FORMAT>(all, records, tokens, mask, begin, end, memory);
+    multiply_tiles<formats::FORMAT>(all, records, tokens, mask, share, memory);
 #endif
 }

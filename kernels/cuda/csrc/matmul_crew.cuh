@@ -46,13 +46,16 @@ struct Place {
   }
 };
 
-__device__ __forceinline__ int tiles_of(const Launch& all, unsigned mask) {
-  if (all.is_glu()) return all.matrices[0].rows / 8;
-  int tiles = 0;
-#pragma unroll
-  for (int m = 0; m < 3; ++m) tiles += mask >> m & 1 ? all.matrices[m].rows / 16 : 0;
-  return tiles;
-}
+// A cluster's tiles, and what divides by the warps of a block and by the chunks of a class.
+struct Share {
+  int begin, end;
+  unsigned by_crew, by_most;
+
+  // n: small enough, as the launcher knows. by: 2^20 over the divisor, rounded up.
+  static __device__ __forceinline__ int quotient(int n, unsigned by) {
+    return static_cast<int>(static_cast<unsigned>(n) * by >> 20);
+  }
+};
 
 template <class F>
 struct CrewMemory {
@@ -77,13 +80,13 @@ struct Work {
     int tile, number, from, to, parts, part;  // tile: the first; number: of the warps' in a round
     bool is_in;
   };
-  __device__ __forceinline__ Work(int crew, int begin, int end, int slots, int most, int warp)
-      : crew(crew), begin(begin), end(end), slots(slots), warp(warp) {
+  __device__ __forceinline__ Work(int crew, const Share& share, int slots, int most, int warp)
+      : crew(crew), begin(share.begin), end(share.end), slots(slots), warp(warp) {
     const int count = (end - begin + HELD - 1) / HELD;
-    rounds = (count + crew - 1) / crew;
+    rounds = Share::quotient(count + crew - 1, share.by_crew);
     const int left = count - (rounds - 1) * crew;
     parts = left < crew && left * most <= crew ? most : 1;
-    mate = warp / parts, part = warp - mate * parts;
+    mate = parts > 1 ? Share::quotient(warp, share.by_most) : warp, part = warp - mate * parts;
   }
   __device__ __forceinline__ bool shares(int round) const { return parts > 1 && is_last(round); }
   __device__ __forceinline__ bool is_last(int round) const { return round == rounds - 1; }
@@ -110,7 +113,7 @@ struct Ring {
 
   __device__ __forceinline__ int here() const { return place * PLACE; }
   __device__ __forceinline__ std::uint8_t* behind() const { return memory + depth * PLACE; }
-  __device__ __forceinline__ void await_here() const { await(bells + place, is_odd); }
+  __device__ __forceinline__ void await_here() const { await_own(bells + place, is_odd); }
   __device__ __forceinline__ void next() {
     if (++place < depth) return;
     place = 0, is_odd = !is_odd;
@@ -133,9 +136,9 @@ struct Fetch {
     find();
   }
   // To a place of the ring that nobody reads, if there is a chunk.
-  __device__ __forceinline__ void begin(const Ring<F>& ring, int place, int lane) {
+  __device__ __forceinline__ void begin(const Ring<F>& ring, int place) {
     if (left <= 0) return;
-    if (lane == 0) {
+    if (is_elected()) {
       std::uint8_t* to = ring.memory + place * Ring<F>::PLACE;
       expect(ring.bells + place, Ring<F>::PLACE);
 #pragma unroll
