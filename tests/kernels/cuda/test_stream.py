@@ -181,6 +181,14 @@ def test_what_lies_row_by_row_is_left_to_rows(folder: Path) -> None:
     assert ops.launched[-1][0] in matmul.ROWS.values()
 
 
+def test_what_is_no_whole_tiles_keeps_no_other_from_streaming(folder: Path) -> None:
+    ops = ops_of(90, folder)
+    weights = [ops.weight(random_raw("Q4_K", n, 512), "Q4_K", (n, 512)) for n in (16, 24, 16)]
+    matmul.linears(ops, ops.array(activations(1, 512)), weights, [None] * 3)
+    kinds = [instance in matmul.ROWS.values() for instance, _, _ in ops.launched]
+    assert kinds == [False, True]
+
+
 def test_rings_are_as_deep_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     def depth(name: str, tokens: int) -> int:
         task = stream.Task((name, name), 4096, tokens, (4096,), (), False, 132, 227 << 10)
