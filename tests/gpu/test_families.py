@@ -18,17 +18,18 @@ from ..kernels.cuda.test_delta import (  # noqa: F401
     test_chunks_go_on_from_drafts_that_stand,
     test_no_token_is_left_out,
 )
+from ..kernels.cuda.test_expert_stream import test_shared_expert  # noqa: F401
 from ..kernels.cuda.test_families import (  # noqa: F401
     test_delta_net,
     test_drafts_change_no_bits,
     test_experts,
+    test_experts_are_alike_however_they_lie,
     test_experts_of_many_tokens,
     test_gates,
     test_ngram_rows,
     test_ngrams_join_the_streams,
     test_route,
     test_route_of_prompts,
-    test_shared_expert,
     test_streams,
 )
 from ..kernels.cuda.test_mixes import (  # noqa: F401
