@@ -32,11 +32,17 @@ PAIRS = [*((name, name) for name in FORMATS), *MIXED]
 # H200: an 8B in Q8_0 gave 357 tokens a second with 512 and 340 with 640, in Q4_K_M 396 with 512 and
 # 379 with 768, which spills.
 THREADS = 512
+# One token takes half of the registers where a kernel knows that it is one. Then the blocks of two
+# products are on a multiprocessor, and the next one's first weights come while this one ends.
+HALVED = ("Q4_K", "Q8_0")
 
 
-def _instance(pair: tuple[str, str], teams: int, warps: int = WARPS) -> Instance:
+def _instance(
+    pair: tuple[str, str], teams: int, warps: int = WARPS, is_alone: bool = False
+) -> Instance:
+    threads = 2 * THREADS if is_alone else THREADS
     defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH, "TEAMS": teams, "WARPS": warps}
-    defines |= {"THREADS": THREADS, "TILES": 1, "MANY": 0}
+    defines |= {"THREADS": threads, "TILES": 1, "MANY": 0, "ONE": int(is_alone)}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_stream.cu", "matmul_stream", named, is_exact=True, waits=True)
 
@@ -47,13 +53,16 @@ STREAM = {(pair, teams): _instance(pair, teams) for pair in PAIRS for teams in (
 STREAM |= {(pair, 1): _instance(pair, 1) for pair in MIXED}
 # One team of twice as many warps, with a chunk each at most, where there are too few units for two.
 BROAD = {(name, name): _instance((name, name), 1, 2 * WARPS) for name in FORMATS}
-# Of a rank's part of a sum, which goes to the other ranks at once; a block has some bytes more.
-PUSHING = {
-    each: replace(each, defines=(*each.defines, ("PUSH", "1")))
-    for each in (*(STREAM[(name, name), TEAMS] for name in FORMATS), *BROAD.values())
+# Those for one token.
+ALONE = {
+    STREAM[(name, name), TEAMS]: _instance((name, name), TEAMS, WARPS, True) for name in HALVED
 }
+ALONE |= {BROAD[name, name]: _instance((name, name), 1, 2 * WARPS, True) for name in HALVED}
+# Of a rank's part of a sum, which goes to the other ranks at once; a block has some bytes more.
+_SAME = (*(STREAM[(name, name), TEAMS] for name in FORMATS), *BROAD.values(), *ALONE.values())
+PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in _SAME}
 PUSHING_BYTES = 1024
-INSTANCES = [*STREAM.values(), *BROAD.values(), *PUSHING.values()]
+INSTANCES = [*STREAM.values(), *BROAD.values(), *ALONE.values(), *PUSHING.values()]
 
 
 @dataclass(frozen=True)
@@ -96,13 +105,14 @@ class Task:
 @dataclass(frozen=True)
 class Deal:
     """teams: of a block. blocks: of the launch; those from first_other on take the other format.
-    depth: of a warp's ring."""
+    depth: of a warp's ring. is_alone: there is one token."""
 
     teams: int
     blocks: int
     first_other: int
     depth: int
     shared: int
+    is_alone: bool
     warps: int = WARPS
 
     @property
@@ -111,6 +121,7 @@ class Deal:
 
     def instance(self, pair: tuple[str, str], pushes: bool = False) -> Instance:
         found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
+        found = ALONE.get(found, found) if self.is_alone else found
         return PUSHING[found] if pushes else found
 
 
@@ -138,12 +149,13 @@ def deal(task: Task) -> Deal | None:
         return None
     for teams in (TEAMS, 1):
         fitting, depth, shared = _room(task, teams)
+        memory = depth, shared, task.tokens == 1
         blocks = min(task.multiprocessors * fitting, own + others)
         if (pair, teams) in STREAM and fitting and (blocks > 1 or not others):
             if teams == TEAMS and _is_broad(task):
-                return Deal(1, blocks, blocks, depth, shared, TEAMS * WARPS)
+                return Deal(1, blocks, blocks, *memory, TEAMS * WARPS)
             first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
-            return Deal(teams, blocks, first, depth, shared)
+            return Deal(teams, blocks, first, *memory)
     return None
 
 

@@ -9,8 +9,9 @@
 // Units of the two formats are counted apart; blocks from first_other on take OTHER's.
 // -D: FORMAT; OTHER; DEPTH, the most places of a ring; TEAMS; WARPS, eight, or twice as many with
 // one chunk of columns each; THREADS that a multiprocessor's registers shall suffice for, more than
-// a block has, so that blocks of the next kernels find room beside it; TILES 1 and MANY 0; PUSH 1,
-// where what is made is this rank's part of a sum and goes to the others at once.
+// a block has, so that blocks of the next kernels find room beside it; TILES 1 and MANY 0; ONE, if
+// there is but one token; PUSH 1, where what is made is this rank's part of a sum and goes to the
+// others at once.
 #include "grid.cuh"
 #include "group_push.cuh"
 #include "matmul_norm.cuh"
@@ -211,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Product all{{{weights0, bias0, out0, rows0},
                      {weights1, bias1, out1, rows1},
                      {weights2, bias2, out2, rows2}},
-                    x, k, tokens, tokens, static_cast<Epilogue>(epilogue)};
+                    x, k, ONE ? 1 : tokens, ONE ? 1 : tokens, static_cast<Epilogue>(epilogue)};
   const Norm norm{gain, eps, share};
 #if PUSH
   const Outgoing<true> line{group, rank, ranks};
