@@ -46,69 +46,124 @@ struct Norm {
   }
 };
 
-// All tokens' columns, to `memory`. Each token's part of a chunk is an item, and lies behind the
-// one before it; a warp takes every STEP-th, and SEVERAL are on their way at a time. To be normed,
-// items are read twice, unless SEVERAL are all: they are added up in the order of norm_row.cuh.
-template <class F>
-__device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
-                                      int first, int lane) {
+// A warp's items: each token's part of a chunk is one, and lies behind the one before it; a warp
+// takes every STEP-th, and SEVERAL are on their way at a time.
+template <class F, bool IS_ALONE>
+struct Items {
   using M = TileMemory<F>;
   using O = Order<F>;
-  constexpr int SEVERAL = 2, STEP = TEAMS * WARPS;
-  constexpr bool IS_IN_ORDER = O::APART == 4;
-  const int size = M::tokens_bytes(all.tokens), chunks = chunks_of<F>(all.k);
-  const int count = all.tokens * chunks, column = O::column(lane >> 2, lane & 3);
-  const float* own = all.x + column;
-  bool adds_up = norm.gain != nullptr;
-  int item = first;
-#pragma unroll 1
-  while (adds_up || item < count) {
-    float4 a[SEVERAL], b[SEVERAL];
-    const float* from = IS_IN_ORDER || !adds_up ? own : all.x + 8 * lane;
-    const int apart = IS_IN_ORDER || !adds_up ? O::APART : 4;
+  static constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
+  static constexpr int SEVERAL = IS_ALONE && IS_SAME ? 3 : 2;  // what there are registers for
+  static constexpr int STEP = TEAMS * WARPS, TURN = SEVERAL * STEP;
+  static constexpr bool IS_IN_ORDER = O::APART == 4;
+  const Product& all;
+  const Norm& norm;
+  std::uint8_t* memory;
+  int first, lane, chunks, count;
+  float4 a[SEVERAL], b[SEVERAL];
+
+  __device__ __forceinline__ Items(const Product& all, const Norm& norm, std::uint8_t* memory,
+                                   int first, int lane)
+      : all(all), norm(norm), memory(memory), first(first), lane(lane),
+        chunks(chunks_of<F>(all.k)), count(IS_ALONE ? chunks : all.tokens * chunks) {}
+
+  __device__ __forceinline__ void stage() {
+    const bool is_normed = norm.gain != nullptr;
+    if (is_normed) add_up();
+    else load(first, false);
+    if constexpr (IS_ALONE) put_alone(is_normed);
+    else put_each(is_normed);
+  }
+
+ private:
+  __device__ __forceinline__ int column() const { return O::column(lane >> 2, lane & 3); }
+  __device__ __forceinline__ void load_one(int i, const float* from, int apart) {
+    a[i] = *reinterpret_cast<const float4*>(from);
+    b[i] = *reinterpret_cast<const float4*>(from + apart);
+  }
+  // From `item` on, the lane's fours of each: as the format orders columns, or its neighbours.
+  __device__ __forceinline__ void load(int item, bool is_natural) {
+    const float* from = all.x + item * RUN + (is_natural ? 8 * lane : column());
 #pragma unroll
-    for (int i = 0; i < SEVERAL; ++i) {
-      if (item + i * STEP >= count) break;
-      a[i] = *reinterpret_cast<const float4*>(from + (item + i * STEP) * RUN);
-      b[i] = *reinterpret_cast<const float4*>(from + (item + i * STEP) * RUN + apart);
-    }
-    if (adds_up) {
+    for (int i = 0; i < SEVERAL; ++i, from += STEP * RUN)
+      if (item + i * STEP < count) load_one(i, from, is_natural ? 4 : O::APART);
+  }
+  // Sums of squares of all items, in the order of norm_row.cuh. Then the first ones are there.
+  __device__ __forceinline__ void add_up() {
+    load(first, true);
+#pragma unroll 1
+    for (int item = first;;) {
 #pragma unroll
       for (int i = 0; i < SEVERAL; ++i) {
         if (item + i * STEP >= count) break;
         const float sum = warp_join(squares_of(a[i], b[i]), Add());
         if (lane == 0) norm.sums[item + i * STEP] = sum;
       }
-      const bool is_first = item == first;
-      item += SEVERAL * STEP;
-      if (item < count) continue;
-      adds_up = false;
-      item = first;
-      norm.await_gains();
-      if (!IS_IN_ORDER || !is_first) continue;
-    }
-#pragma unroll 1
-    while (item < count) {
-      int token = 0, chunk = item;
-      while (chunk >= chunks) ++token, chunk -= chunks;
-      if (norm.gain != nullptr) {
-        const float* gains = norm.gains + chunk * RUN + column;
-        const float factor =
-            norm_factor(norm.sums + token * chunks, chunks, norm.share, norm.eps, lane);
-        a[0] = scaled(scaled(a[0], *reinterpret_cast<const float4*>(gains)), factor);
-        b[0] = scaled(scaled(b[0], *reinterpret_cast<const float4*>(gains + O::APART)), factor);
-      }
-      typename M::Staged(memory + chunk * size, all.tokens).put(token, a[0], b[0], lane);
-      item += STEP;
+      item += TURN;
       if (item >= count) break;
+      load(item, true);
+    }
+    if (!IS_IN_ORDER || first + TURN < count) load(first, false);
+    norm.await_gains();
+  }
+  __device__ __forceinline__ float factor(int token) const {
+    return norm_factor(norm.sums + token * chunks, chunks, norm.share, norm.eps, lane);
+  }
+  __device__ __forceinline__ void weigh(int i, int chunk) {
+    const float* gains = norm.gains + chunk * RUN + column();
+    a[i] = scaled(a[i], *reinterpret_cast<const float4*>(gains));
+    b[i] = scaled(b[i], *reinterpret_cast<const float4*>(gains + O::APART));
+  }
+  __device__ __forceinline__ void scale(int i, float factor) {
+    a[i] = scaled(a[i], factor), b[i] = scaled(b[i], factor);
+  }
+  __device__ __forceinline__ void put(int i, int token, int chunk) const {
+    const int room = IS_ALONE ? 1 : all.tokens;
+    typename M::Staged(memory + chunk * M::tokens_bytes(room), room)
+        .template put<IS_ALONE>(token, a[i], b[i], lane);
+  }
+  // Of one token: items are chunks.
+  __device__ __forceinline__ void put_alone(bool is_normed) {
+    float by = 0;
+#pragma unroll 1
+    for (int item = first;;) {
 #pragma unroll
-      for (int i = 1; i < SEVERAL; ++i) a[i - 1] = a[i], b[i - 1] = b[i];
-      const int next = item + (SEVERAL - 1) * STEP;
-      if (next >= count) continue;
-      a[SEVERAL - 1] = *reinterpret_cast<const float4*>(own + next * RUN);
-      b[SEVERAL - 1] = *reinterpret_cast<const float4*>(own + next * RUN + O::APART);
+      for (int i = 0; i < SEVERAL; ++i)
+        if (is_normed && item + i * STEP < count) weigh(i, item + i * STEP);
+      if (is_normed && item == first) by = factor(0);
+#pragma unroll
+      for (int i = 0; i < SEVERAL; ++i) {
+        if (item + i * STEP >= count) break;
+        if (is_normed) scale(i, by);
+        put(i, 0, item + i * STEP);
+      }
+      item += TURN;
+      if (item >= count) break;
+      load(item, false);
     }
   }
+  // In a loop that stays small.
+  __device__ __forceinline__ void put_each(bool is_normed) {
+#pragma unroll 1
+    for (int item = first; item < count; item += STEP) {
+      int token = 0, chunk = item;
+      while (chunk >= chunks) ++token, chunk -= chunks;
+      if (is_normed) weigh(0, chunk), scale(0, factor(token));
+      put(0, token, chunk);
+      a[0] = a[1], b[0] = b[1];
+      const int next = item + 2 * STEP;
+      if (next < count) load_one(1, all.x + next * RUN + column(), O::APART);
+    }
+  }
+};
+
+// All tokens' columns, to `memory`. To be normed, items are read twice, unless SEVERAL are all and
+// lie in the order of norm_row.cuh.
+template <class F>
+__device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
+                                      int first, int lane) {
+  if (all.tokens == 1) Items<F, true>(all, norm, memory, first, lane).stage();
+  else Items<F, false>(all, norm, memory, first, lane).stage();
 }
 
 #endif

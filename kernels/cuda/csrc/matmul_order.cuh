@@ -118,10 +118,12 @@ struct BlockTokens {
     a = *reinterpret_cast<const float4*>(first);
     b = *reinterpret_cast<const float4*>(first + O::APART);
   }
-  // The whole warp puts what it loaded to its place.
+  // The whole warp puts what it loaded to its place. CAN_BE_ALONE: false where it has company.
+  template <bool CAN_BE_ALONE = true>
   __device__ __forceinline__ void put(int token, float4 a, float4 b, int lane) const {
     const float own_largest = larger_of(largest_of(a), largest_of(b));
-    if constexpr (O::OF_GROUPS) return put_groups(token, a, b, own_largest, lane);
+    if constexpr (O::OF_GROUPS) 
+      return put_groups<CAN_BE_ALONE>(token, a, b, own_largest, lane);
     const float largest = largest_of_warp(own_largest);
     const float2 scale =
         IS_EXACT ? exact_scales_for<O::EXACT_BITS>(largest) : scales_for(largest);
@@ -130,7 +132,7 @@ struct BlockTokens {
     const float high = pack_four<O::NATURAL>(b, scale.x, unit.r + 2, nullptr);
     std::uint8_t* own = memory + token * PER_TOKEN;
     if constexpr (O::SUMS) put_sums(own, unit, low, high, lane);
-    if (is_alone())
+    if (CAN_BE_ALONE && is_alone())
       put_bytes(own, unit, lane);
     else
       reinterpret_cast<uint4*>(own)[lane] = uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
@@ -158,6 +160,7 @@ struct BlockTokens {
 
  private:
   // Lane / 4 is the group. Alone, whole numbers stay as they are, and their sums are moved up.
+  template <bool CAN_BE_ALONE>
   __device__ __forceinline__ void put_groups(int token, float4 a, float4 b, float largest,
                                              int lane) const {
     static_assert(!O::SUMS);
@@ -169,7 +172,7 @@ struct BlockTokens {
     Unit unit;
     pack_four<O::NATURAL>(a, by.scale, unit.r, nullptr);
     pack_four<O::NATURAL>(b, by.scale, unit.r + 2, nullptr);
-    if (is_alone()) {
+    if (CAN_BE_ALONE && is_alone()) {
       if ((lane & 3) == 0)
         reinterpret_cast<float*>(own + SUMS)[lane >> 2] =
             __uint_as_float(static_cast<unsigned>(by.up + 103) << 23);  // 2^(up - 24)

@@ -160,19 +160,23 @@ struct Tokens {
       const int token = start + lane / LANES;
       const bool is_there = token < tokens;
       const float* row = x + static_cast<long long>(is_there ? token : 0) * k;
-      put(token, is_there, four_columns(row, first, k), four_columns(row, first + 16, k), lane);
+      put_if<true>(token, is_there, four_columns(row, first, k), four_columns(row, first + 16, k),
+                   lane);
     }
   }
-  // The whole warp puts what it loaded of a token to its place.
+  // The whole warp puts what it loaded of a token to its place. CAN_BE_ALONE: false where it has
+  // company.
+  template <bool CAN_BE_ALONE = true>
   __device__ __forceinline__ void put(int token, float4 a, float4 b, int lane) {
     static_assert(LANES == 32);
-    put(token, true, a, b, lane);
+    put_if<CAN_BE_ALONE>(token, true, a, b, lane);
   }
 
  private:
   static constexpr int LANES = 4 * C::GROUPS;  // for a token
 
-  __device__ __forceinline__ void put(int token, bool is_there, float4 a, float4 b, int lane) {
+  template <bool CAN_BE_ALONE>
+  __device__ __forceinline__ void put_if(int token, bool is_there, float4 a, float4 b, int lane) {
     const int group = lane % LANES / 4, p = lane & 3;
     float largest = larger_of(largest_of(a), largest_of(b));
     if constexpr (LANES == 32) {
@@ -202,7 +206,7 @@ struct Tokens {
       }
     }
     if (is_there) {
-      if (is_alone())
+      if (CAN_BE_ALONE && is_alone())
         put_alone(group, p, put_bytes_of<C::NATURAL>(high));
       else
         put(0, group, token, p, high);

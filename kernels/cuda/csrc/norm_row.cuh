@@ -20,9 +20,10 @@ __device__ __forceinline__ float squares_of(float4 a, float4 b) {
 // What columns times their weights are multiplied by; sums: of the runs. Every lane gets it.
 __device__ __forceinline__ float norm_factor(const float* sums, int runs, float inverse, float eps,
                                              int lane) {
-  float sum = 0.0f;
+  float sum = lane < runs ? sums[lane] : 0.0f;
 #pragma unroll 1
-  for (int run = lane; run < runs; run += 32) sum += sums[run];
+  for (int first = 32; first < runs; first += 32)
+    if (first + lane < runs) sum += sums[first + lane];
   const float mean = fmaf(warp_join(sum, Add()), inverse, eps);
 #ifdef VP_EMULATION
   return 1.0f / sqrtf(mean);

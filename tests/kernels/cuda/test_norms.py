@@ -62,6 +62,8 @@ def names(ops: EmulatedOps) -> list[str]:
         ("Q6_K", 768, 5),
         ("Q8_0", 768, 1),
         ("Q8_0", 4352, 3),
+        ("Q4_K", 12544, 1),
+        ("Q6_K", 12544, 1),
     ],
 )
 def test_a_product_norms_with_the_same_bits(
