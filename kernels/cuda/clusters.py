@@ -33,8 +33,15 @@ FORMATS = stream.FORMATS
 PASSES = (2, 4)  # times eight tokens, that a kernel multiplies at once
 
 
+def _crews(pair: tuple[str, str], passes: int, held: int) -> list[int]:
+    """Two formats of few tokens want more registers than 18 warps leave."""
+    is_hungry = pair[0] != pair[1] and passes == PASSES[0]
+    return [crew for crew in CREWS[held] if not is_hungry or crew <= 16]
+
+
 def _instance(pair: tuple[str, str], passes: int, held: int) -> Instance:
-    defines = {"FORMAT": pair[0], "OTHER": pair[1], "SPLIT": CLASSES, "CREW": max(CREWS[held])}
+    crew = max(_crews(pair, passes, held))
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "SPLIT": CLASSES, "CREW": crew}
     defines |= {"MANY": passes, "WARPS": CLASSES, "TILES": 1, "HELD": held}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_cluster.cu", "matmul_cluster", named, is_exact=True, waits=True)
@@ -97,9 +104,10 @@ def _deal(task: stream.Task, turns: int) -> Deal | None:
     if task.others:
         tiles = max(tiles, -(-task.others // (clusters - first)))
     slots = -(-task.columns // (256 * CLASSES))
-    for held, crew, boxes, depth in _ways(task.pair, tiles, slots):
+    for held, crew, boxes, depth in _ways(task.pair, passes, tiles, slots):
         own_boxes = 1 if tiles <= held * crew else boxes
-        sizes = slots, 8 * passes, held, crew, depth, own_boxes
+        most = max(_crews(task.pair, passes, held))
+        sizes = slots, 8 * passes, held, crew, most, depth, own_boxes
         shared = max(_shared_bytes(part, *sizes) for part in parts)
         if shared <= task.most_shared:
             divisors = tuple(-(-(1 << SHIFT) // each) for each in (crew, slots))
@@ -111,7 +119,9 @@ def _deal(task: stream.Task, turns: int) -> Deal | None:
     return None
 
 
-def _ways(pair: tuple[str, str], tiles: int, slots: int) -> Iterator[tuple[int, int, int, int]]:
+def _ways(
+    pair: tuple[str, str], passes: int, tiles: int, slots: int
+) -> Iterator[tuple[int, int, int, int]]:
     """Tiles at once, warps, boxes and chunks on their way, the best first.
 
     Few warps of two tiles need a chunk ahead. Of one, those are best with which the longest warp
@@ -123,7 +133,7 @@ def _ways(pair: tuple[str, str], tiles: int, slots: int) -> Iterator[tuple[int, 
 
     if tiles >= MANY and (pair, PASSES[0], 2) in CLUSTER:
         yield from ((2, crew, *memory) for memory in MEMORY[1:] for crew in CREWS[2])
-    for crew in sorted(CREWS[1], key=steps):
+    for crew in sorted(_crews(pair, passes, 1), key=steps):
         yield from ((1, crew, *memory) for memory in MEMORY)
 
 
@@ -133,8 +143,9 @@ def _clusters(multiprocessors: int) -> int:
 
 
 def _shared_bytes(
-    chunk: Chunk, slots: int, room: int, held: int, crew: int, depth: int, boxes: int
+    chunk: Chunk, slots: int, room: int, held: int, crew: int, most: int, depth: int, boxes: int
 ) -> int:
+    """most: warps that the kernel is compiled for."""
     warp = held * (boxes * 64 * room + depth * ROWS * chunk.bytes) + chunk.scale_bytes
-    bells = 2 * max(CREWS[held]) + crew * depth + slots
+    bells = 2 * most + crew * depth + slots
     return 8 * (bells + bells % 2) + crew * warp + slots * chunk.slot_bytes(room)

@@ -174,18 +174,19 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
                    static_cast<Epilogue>(epilogue)};
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int cluster = blockIdx.x / CLASSES;
-  const bool is_other = !IS_SAME && cluster >= first_other;
-  const unsigned mask = IS_SAME ? 7 : is_other ? others : ~others & 7;
   // A gate and its up stay together.
-  const int own = cluster - (is_other ? first_other : 0), tiles = all.is_glu() ? 2 : 1;
-  const int count = is_other ? other_units : units, extra = is_other ? other_more : more;
-  const int begin = (own * count + min(own, extra)) * tiles;
-  const Share share{begin, begin + (count + (own < extra)) * tiles, static_cast<unsigned>(by_crew),
-                    static_cast<unsigned>(by_most)};
+  const int tiles = all.is_glu() ? 2 : 1;
+  const auto share = [&](int own, int count, int extra) -> Share {
+    const int begin = (own * count + min(own, extra)) * tiles;
+    return {begin, begin + (count + (own < extra)) * tiles, static_cast<unsigned>(by_crew),
+            static_cast<unsigned>(by_most)};
+  };
   std::uint8_t* memory = own_memory(shared);
-  if (is_other)
-    multiply_tiles<formats::OTHER>(all, other_records, tokens, mask, share, memory);
+  if (!IS_SAME && cluster >= first_other)
+    multiply_tiles<formats::OTHER>(all, other_records, tokens, others,
+                                   share(cluster - first_other, other_units, other_more), memory);
   else
-    multiply_tiles<formats::FORMAT>(all, records, tokens, mask, share, memory);
+    multiply_tiles<formats::FORMAT>(all, records, tokens, IS_SAME ? 7 : ~others & 7,
+                                    share(cluster, units, more), memory);
 #endif
 }
