@@ -144,7 +144,7 @@ def all_reduce_norm(
     address = 0 if part is None else part.ptr
     arrays = links.record, address, x.ptr, weight.ptr, out.ptr
     numbers = np.int32(n), np.float32(eps), *line_of(links)[1:], np.int32(is_pushed)
-    ops.kernel(SUM_NORM)((rows,), 32 * -(-n // RUN), (*arrays, *numbers), 8 * n)
+    ops.kernel(SUM_NORM)((rows,), 32 * (1 - -n // RUN), (*arrays, *numbers), 8 * n)
 
 
 def line_of(links: Links) -> tuple[int, np.int32, np.int32]:

@@ -49,6 +49,7 @@ RECORD = np.dtype(
         ("sent", *_COUNTS),
         ("taken", *_COUNTS),
         ("rows", "<u4", ROW_BLOCKS),
+        ("ended", "<u4", ROW_BLOCKS),
     ]
 )
 

@@ -6,9 +6,10 @@
 // exchanges with each peer, and block b of all ranks makes the same ones; so a rank that writes
 // exchange n + 2 has seen the peer's n + 1, and the peer has read n. Two halves are enough.
 // Rows of fours (group_norm.cu) have no count in them: who has read a row empties its place, and
-// that is done before the next exchange begins. A rank has a room at itself for them. Rows are
-// counted by the sum that reads them, before it lets a later kernel start; who sends them reads the
-// count before it lets that sum start (grid.cuh). So either finds it right as soon as it starts.
+// that is done before the next exchange begins. A rank has a room at itself for them. Many kernels
+// of a step may be on a GPU at once (grid.cuh): so rows are counted by the sum that reads them
+// before it lets a later kernel start, and who sends them reads the count before it lets that sum
+// start, which looks at no row before the sum before it has ended.
 // Messages (send, receive) go one way and are acknowledged by a count of their own. A count has 32
 // bits: only a slot that lay unused for exactly 2^32 exchanges of its block could be misread.
 //
@@ -61,7 +62,7 @@ struct Group {
   unsigned packs[MOST_RANKS][PACK_BLOCKS];  // exchanges so far
   unsigned pieces[MOST_RANKS][PIECE_BLOCKS];
   unsigned sent[MOST_RANKS][PIECE_BLOCKS], taken[MOST_RANKS][PIECE_BLOCKS];
-  unsigned rows[ROW_BLOCKS];  // with all ranks at once
+  unsigned rows[ROW_BLOCKS], ended[ROW_BLOCKS];  // with all ranks at once: begun, and done
 };
 
 // The patience of one thread in one kernel. Looking up must be cheap: while a rank looks up it is

@@ -92,10 +92,11 @@ __device__ __forceinline__ void pull(const Peer& peer, int other, unsigned excha
 using namespace voltapile;
 
 // x (rows of n) += the sum of the parts, added in the order of ranks; out = rms_norm of x.
-// grid: (rows), a warp for each run of a row; n is a multiple of 4. shared: 8 n bytes. is_pushed:
-// the product that made this rank's part has sent it (group_push.cuh), to itself too: then it is
-// polled for, too, and seen before the product's launch has ended.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2)
+// grid: (rows), a warp for each run of a row, and a last one, which has none of the row and keeps
+// count of the exchanges; n is a multiple of 4. shared: 8 n bytes. is_pushed: the product that made
+// this rank's part has sent it (group_push.cuh), to itself too: then that is polled for as well,
+// and seen before the product's launch has ended.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS + 32, 1)
 group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,
                float eps, int rank, int ranks, int is_pushed) {
   __shared__ float scratch[32];
@@ -108,10 +109,13 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   float* before = weights + n;
   float4 values[HELD], sum[HELD];
   at.fetch(weight, weights);
-  if (threadIdx.x == 0) number = count_on(group->rows + blockIdx.x);
+  const bool keeps_count = threadIdx.x == blockDim.x - 1;
+  unsigned* ended = group->ended + blockIdx.x;
+  if (keeps_count) number = count_on(group->rows + blockIdx.x);
   __syncthreads();
   grid_launch();
   const unsigned exchange = number;
+  Wait wait(group);
   const auto own = [&] {
     values[0] = values[1] = zeros();
     if (part != nullptr) at.load(part + begin, values);
@@ -120,8 +124,12 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
     grid_wait();
     own();
     push(group, exchange, at, values, rank, ranks);
+  } else {
+    while (keeps_count && load_fresh(ended) != exchange && !wait.is_over(rank)) {
+    }
+    __threadfence();
+    __syncthreads();
   }
-  Wait wait(group);
 #pragma unroll 1  // what a wait that lasts does is long
   for (int i = 0; i < ranks; ++i) {
     const int r = ranks == 2 ? i ^ rank : i;  // the sum of two is the same either way
@@ -144,6 +152,10 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   if (lane == 0) scratch[threadIdx.x / 32] = squares;
   at.store(x + begin, sum);
   __syncthreads();
+  if (keeps_count) {  // of x and of emptied places all has been written
+    __threadfence();
+    store_fresh(ended, exchange + 1);
+  }
   const float norm = norm_factor(scratch, runs, inverse, eps, lane);
   at.load(weights, values);
 #pragma unroll

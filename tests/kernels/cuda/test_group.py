@@ -107,7 +107,7 @@ class Stage:
         ways = [way(other) for other in range(self.ranks)]
         record = record_of(rank, ways, self.islands, round(self.seconds * 1e9), words)
         counts = record.view(RECORD)[0]
-        for name in ("packs", "pieces", "sent", "taken", "rows"):
+        for name in ("packs", "pieces", "sent", "taken", "rows", "ended"):
             counts[name][:] = self.start % (1 << 32)
         self.kept = self.ops.array(record)
         report = mine[4:6].view(np.uint32)
