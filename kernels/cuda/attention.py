@@ -221,9 +221,10 @@ def most_pieces(kv_heads: int, arch: int) -> int:
     return min(256, max(16, PIECES // kv_heads))
 
 
-def least_piece(arch: int) -> int:
-    """Positions of a piece: PIECE in csrc/attention_rows.cuh."""
-    return 2048 if arch >= CLUSTERS_FROM else 128
+def shortest(arch: int) -> tuple[int, int]:
+    """How many positions are one piece, and how many a piece has at least where there are several:
+    WHOLE and LEAST in csrc/attention_rows.cuh."""
+    return (2048, 1024) if arch >= CLUSTERS_FROM else (128, 128)
 
 
 def _shares(arch: int) -> int:
@@ -245,12 +246,13 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
     chunk = _chunk(call.members, tiles)
     parts = _groups(chunk * call.members, 16 * tiles)
     most = most_pieces(call.cache.kv_heads, ops.arch)
-    stride = _stride(most, least_piece(ops.arch), call.limit, call.window)
+    stride = _stride(most, *shortest(ops.arch), call.limit, call.window)
     pieces = stride + (1 if call.window else 0)  # tokens of an item begin at different ones
     each = 1 if plan is None else chunk  # rows for each token or item
     row_bytes = call.num_heads * stride * (call.cache.value_dim + 2) * 4
     batch = max(1, PARTIAL_BYTES // row_bytes // each)
-    batch = min(batch, last - first, max(1, TICKETS // (call.cache.kv_heads * parts)))
+    tickets = call.cache.kv_heads * parts * 16 * tiles  # of a token or item
+    batch = min(batch, last - first, max(1, TICKETS // tickets))
     partial = ops.scratch((batch * each * call.num_heads * stride, call.cache.value_dim))
     stats = ops.scratch((batch * each * call.num_heads * stride, 2))
     pointers = call.q, call.cache.keys, call.cache.values, call.table, call.batch.slots
@@ -340,10 +342,11 @@ def _chunk(members: int, tiles: int) -> int:
     return max(1, min(SHORT_RUN, 16 * tiles // members))
 
 
-def _stride(most: int, least: int, context: int, window: int) -> int:
+def _stride(most: int, whole: int, least: int, context: int, window: int) -> int:
     """Most pieces of one token."""
-    seen = min(context, window) if window else context
-    return min(most, _groups(seen, least)) + (1 if window else 0)
+    if window:
+        return min(most, _groups(min(context, window), whole)) + 1
+    return 1 if context <= whole else min(most, _groups(context, least))
 
 
 def _groups(items: int, size: int) -> int:

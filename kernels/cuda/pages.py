@@ -16,7 +16,7 @@ PAGE_TOKENS = 64
 KV_TYPES = {"f16": (1, 2), "q8_0": (16, 18), "q4_0": (32, 18)}  # values, bytes of a block
 KINDS = {name: number for number, name in enumerate(KV_TYPES)}  # attention_kv.cuh
 LARGEST_DIM = 256
-TICKETS = 4096  # blocks of one launch of attention that add up pieces, most
+TICKETS = 16384  # rows of one launch of attention that pieces are added up for, most
 
 STORE = Instance("attention_store.cu", "store_kv")
 

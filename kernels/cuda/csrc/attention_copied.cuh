@@ -33,7 +33,8 @@ __device__ __forceinline__ void copy_lying(void* to, const unsigned char* from, 
   auto* own = static_cast<unsigned char*>(to) + 16 * lane;
 #pragma unroll
   for (int at = 0; at < BYTES; at += 512)
-    if (at + 512 <= BYTES || 16 * lane < BYTES - at) copy_async(own + at, from + 16 * lane + at, 16);
+    if (at + 512 <= BYTES || 16 * lane < BYTES - at)
+      copy_async(own + at, from + 16 * lane + at, 16);
 #endif
 }
 
@@ -51,8 +52,8 @@ __device__ __forceinline__ const half_bits* at_number(unsigned n) {
 #endif
 
 // Where load_matrices finds a row of a tile whose rows have WIDE pieces (turn_of): piece `first` +
-// `second`; only the former, which is even, is known beforehand. (The address before it is adapted
-// to that by one instruction, as tiles begin where 128, or what a group takes, divides the address.)
+// `second`; only the former, which is even, is known beforehand. (It costs one instruction, since
+// tiles begin where what a group takes, at most 128 bytes, divides the address.)
 template <int WIDE>
 __device__ __forceinline__ const half_bits* matrix_row(const void* tile, unsigned row,
                                                        unsigned second, unsigned first) {
@@ -175,8 +176,7 @@ struct CopiedSteps {
     int stage = 0, asked;  // the latter of the first STAGES
     bool is_odd = true;          // how often the stage's bells will have rung
     __device__ State(const Source& s, Bell* bells) : ahead(s), bells(bells) {
-#pragma unroll 1
-      for (int i = 0; i < STAGES; ++i) ahead.go_on(s);
+      go_far(ahead, s, STAGES);
       page = s.where.id(ahead.p);
     }
   };
@@ -247,24 +247,29 @@ struct CopiedSteps {
       ask(which, state.stage, s, s.where.head_in(state.page), state.ahead.p, state.bells, lane);
     if (!HAS_BELLS) commit_copies();
   }
+  static __device__ __forceinline__ void go_far(Walk& at, const Source& s, int steps) {
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) at.go_on(s);
+  }
   // For the first STAGES steps, from step `first` to before one that has positions from `fresh` on;
-  // returns which that is. What lies there of those behind it comes near. A call, for its code runs
-  // twice.
+  // returns which that is. What lies there of those behind it comes near. Each step's page is
+  // looked up by a lane of its own. A call, for its code runs twice.
   __device__ __noinline__ int ask_first(const Source& s, Bell* bells, int first, int fresh,
                                         int lane) {
-    Walk at(s);
-    int i = 0, end = STAGES;
+    Walk own(s);
+    go_far(own, s, min(lane, STAGES - 1));
+    const int own_p = own.is_done(s) ? -1 : own.p, own_page = s.where.at(own.p);
+    int end = STAGES;
 #pragma unroll 1
-    for (; i < STAGES; ++i, at.go_on(s)) {
-      if (i < first) continue;
-      const bool is_asked = !at.is_done(s);
-      if (is_asked && at.p + STEP > fresh) end = min(end, i);
-      const int page = s.where.at(at.p);
+    for (int i = first; i < STAGES; ++i) {
+      const int p = __shfl_sync(WHOLE_WARP, own_p, i), page = __shfl_sync(WHOLE_WARP, own_page, i);
+      const bool is_asked = p >= 0;
+      if (is_asked && p + STEP > fresh) end = min(end, i);
 #pragma unroll 1
       for (int which = 0; which < 2; ++which) {
-        if (is_asked && i < end) ask(which, i, s, page, at.p, bells, lane);
+        if (is_asked && i < end) ask(which, i, s, page, p, bells, lane);
         if (is_asked && i >= end && lane == 0)
-          CopiedTile::bring_near(s.caches[which].head(page), at.p);
+          CopiedTile::bring_near(s.caches[which].head(page), p);
         if (!HAS_BELLS && i < end) commit_copies();
       }
     }

@@ -4,7 +4,7 @@
 // scores and sums of values, and meets the others at the end (attention_join.cuh). From sm_90 on a
 // cluster of blocks takes a piece (attention_blocks.cuh), or one block all of it: with few tokens
 // for latency, with many for less overhead; the bits are the same. Where a token has several
-// pieces, what they give goes to `partial`, and the block that comes last adds them.
+// pieces, what they give goes to `partial`, and whoever writes the last of a row's adds them.
 // -D HEAD_DIM, KIND, ROW_TILES (16 rows each), CLUSTER
 #include "attention_blocks.cuh"
 #include "attention_items.cuh"
@@ -35,7 +35,7 @@ struct Shared {
   Bell bell;                  // of the inbox
   Bell bells[STRANDS][Steps::BELLS];
   KeptSums<(TURNS > 1)> kept[TURNS > 1 ? STRANDS : 1];
-  int used, tickets, answer;  // kept for the end, so that no register holds them meanwhile
+  int used;  // kept for the end, so that no register holds it meanwhile
 };
 
 // What each row sees, and where its piece goes. all: what they see together.
@@ -241,13 +241,24 @@ __device__ __forceinline__ void go_through(Sums& sums, Shared& sh, Steps::State&
   if (TURNS > 1 && is_kept) sh.kept[warp].join(sums, lane);
 }
 
-// The block that came last joins the pieces of all rows and normalises. A call, since its registers
-// would be taken from those of the products.
-__device__ __noinline__ void join_rows(const Shared& sh, Target to, Places places) {
+// Of the rows whose piece this block wrote, those whose last piece that was: joins their pieces and
+// normalises. Tickets: of rows; each is 0 again then. A call, since its registers would be taken
+// from those of the products.
+__device__ __noinline__ void join_rows(Shared& sh, unsigned* tickets, Member own, Target to,
+                                       Places places) {
+  __syncthreads();
+  const int row = threadIdx.x;
+  if (row < sh.used) {
+    const bool is_own = row % HALF % own.blocks == own.rank && sh.rows[row].slot >= 0;
+    const unsigned others = sh.pieces[row] - 1;
+    if (!is_own || take_ticket(tickets + row, others) != others) sh.pieces[row] = 0;
+  }
+  __syncthreads();
   const int wide = width_of(to.dim) / 4;
 #pragma unroll 1
   for (int at = threadIdx.x; at < sh.used * wide; at += THREADS) {
     const int m = at / wide, d = at % wide * 4, query = sh.query[m], place = places.of(query);
+    if (sh.pieces[m] == 0) continue;
     const Part all = join_pieces(to.partial + place * (4 * wide) + d, to.stats + place,
                                  sh.pieces[m], 4 * wide);
     write_result(to, all, query, d);
@@ -263,7 +274,7 @@ using namespace voltapile;
 // members: not 0 where each KV head has that many query heads, in their order; spares reading those
 // plan: null, or of attention_plan.cu: int count, -, -, -, then (first token, tokens) of each item
 // partial: float[tokens * H * stride, value_dim], stats: largest score and sum alike
-// tickets: a zero for each token or item and blockIdx.y
+// tickets: zeros, ROWS for each token or item and blockIdx.y
 // weights: null, or float[tokens * H] (Weighing)
 // cap: of KIND 3 alone
 // What was there when the step began (slots, positions, tables, older keys and values) is read
@@ -311,8 +322,6 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
     sh.from = {{{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}}, where,
                all.low, all.high, start + begin_of(rank), end};
     sh.used = mine.used;
-    sh.tickets = (all.last - all.first) * BLOCKS +
-                 blocks_of(all.high - max(all.last * all.piece, least));
   }
   __syncthreads();
   Steps::State state(sh.from, sh.bells[warp]);
@@ -332,7 +341,6 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   const Target to{attended, partial, stats, is_only, value_dim, {weights, positions, num_heads}};
   const Member own{&sh.bell, static_cast<int>(rank), blocks_of(end - start)};
   write_piece(sh.ends, sh.inbox, sh.rows, sums, sh.used, own, to, warp, lane);
-  if (is_only) return;
-  if (is_last(sh.answer, tickets + number * gridDim.y + blockIdx.y, sh.tickets))
-    join_rows(sh, to, places);
+  if (!is_only)
+    join_rows(sh, tickets + (number * gridDim.y + blockIdx.y) * ROWS, own, to, places);
 }

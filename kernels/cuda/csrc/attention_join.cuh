@@ -117,7 +117,7 @@ struct KeptSums<false> {
 // once; in the last round those that are not there have no weight, so that loads wait for nothing.
 template <class Load>
 __device__ __forceinline__ Part join_in_turn(int count, Load load) {
-  constexpr int AT_ONCE = 8;
+  constexpr int AT_ONCE = 10;
   Part all;
   int first = 0;
 #pragma unroll 1
@@ -212,14 +212,6 @@ __device__ __forceinline__ unsigned take_ticket(unsigned* ticket, unsigned most)
                : "memory");
   return old;
 #endif
-}
-
-// Whether this block is the last of `count` to come; the ticket is 0 again then.
-__device__ __forceinline__ bool is_last(int& answer, unsigned* ticket, int count) {
-  __syncthreads();
-  if (threadIdx.x == 0) answer = take_ticket(ticket, count - 1) == count - 1u;
-  __syncthreads();
-  return answer;
 }
 
 // Of one row, four columns of all its pieces. Others wrote them: read past the first cache.

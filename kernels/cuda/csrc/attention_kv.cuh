@@ -33,8 +33,8 @@ __device__ __forceinline__ long long head_bytes(int kind, int dim) {
 
 constexpr unsigned BYTE_SIGNS = VP_ARCH < 800 ? 0x80808080u : 0;  // make them so where they are not
 
-// A row has `wide` pieces of 16 bytes, of which `group_of` are exchanged among themselves: piece c of
-// `row` lies where c ^ turn_of() would.
+// A row has `wide` pieces of 16 bytes, of which `group_of` are exchanged among themselves: piece c
+// of `row` lies where c ^ turn_of() would.
 __device__ constexpr unsigned group_of(unsigned wide) {
   const unsigned power = wide & (0u - wide);
   return power < 8 ? power : 8;
@@ -142,7 +142,8 @@ struct Reader {
   }
 };
 
-// Reader::read and put for f16 at once, without registers between; arrives some time later.
+// Reader::read and put for f16 at once, without registers between; arrives some time later. row: 8
+// divides it.
 template <int ROWS, int DIM, int THREADS>
 __device__ __forceinline__ void fetch_halves(half_bits* tile, int pitch, const unsigned char* head,
                                              int row, int low, int high, int thread) {
@@ -153,9 +154,10 @@ __device__ __forceinline__ void fetch_halves(half_bits* tile, int pitch, const u
     const int c = column_of_place<WIDE, THREADS>(thread, i);
     if (r >= ROWS) break;
     const bool is_seen = r >= low && r < high;
-    const int place = (row + r) * WIDE + (c ^ turn_of(row + r, WIDE));
-    const unsigned char* from = head + 16 * place;
-    copy_async(tile + r * pitch + 8 * c, is_seen ? from : head, is_seen ? 16 : 0);
+    const unsigned char* from = head + ((row + r) * DIM + 8 * c) * 2;
+    // (Where it is the same for all of a thread's rows the compiler is to know.)
+    const int turn = turn_of(THREADS / WIDE % 8 == 0 ? thread / WIDE : r, WIDE);
+    copy_async(tile + r * pitch + 8 * (c ^ turn), is_seen ? from : head, is_seen ? 16 : 0);
   }
 }
 

@@ -2,9 +2,10 @@
 // head for neighbouring tokens of a slot. Row m of a block is token m / G, head m % G of the group.
 //
 // How a token's positions are cut into pieces depends on that token alone, never on its company or
-// on the launch: pieces begin at multiples of their length, the least multiple of GRAIN, and at
-// least PIECE, that needs no more than `most` of them. This, and products whose rows do not know
-// each other, is why a row has the same bits alone and among others.
+// on the launch: up to WHOLE positions are one piece; else pieces begin at multiples of their
+// length, the least multiple of GRAIN, and at least LEAST (behind a window WHOLE), that needs no
+// more than `most` of them. This, and products whose rows do not know each other, is why a row has
+// the same bits alone and among others.
 #pragma once
 #include "half.cuh"
 
@@ -16,7 +17,7 @@ using half_bits = std::uint16_t;
 // they are joined, whether one block or several took them.
 constexpr int SHARES = VP_ARCH >= 900 ? 8 : 1;
 constexpr int GRAIN = 64 * SHARES;  // positions: a page of each share
-constexpr int PIECE = VP_ARCH >= 900 ? 2048 : 128;
+constexpr int WHOLE = VP_ARCH >= 900 ? 2048 : 128, LEAST = VP_ARCH >= 900 ? 1024 : 128;
 
 #ifndef VP_EMULATION
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
@@ -50,10 +51,10 @@ __device__ __forceinline__ Sight sight_of(int position, int limit, int window) {
 // A call: kernels ask in several places, once each, and its code would be most of theirs.
 __device__ __noinline__ Span span_of(int position, int limit, int window, int most) {
   const Sight seen = sight_of(position, limit, window);
-  Span s{seen.low, seen.high, PIECE, 0, 0};
-  if (s.high <= PIECE) return s;
+  Span s{seen.low, seen.high, WHOLE, 0, 0};
+  if (s.high <= WHOLE) return s;
   const unsigned step = most * GRAIN, length = s.high - s.low;
-  s.piece = max(PIECE, static_cast<int>((length + step - 1) / step) * GRAIN);
+  s.piece = max(window > 0 ? WHOLE : LEAST, static_cast<int>((length + step - 1) / step) * GRAIN);
   const unsigned piece = s.piece;
   s.first = s.low / piece, s.last = (s.high - 1) / piece;
   return s;

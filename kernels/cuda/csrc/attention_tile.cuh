@@ -38,7 +38,7 @@ struct Pages {
   int pages, kv_heads, kv_head, width;
   // the head's place in the page that position p lies in, counted in heads
   __device__ int at(int p) const { return head_in(id(p)); }
-  __device__ int id(int p) const { return table[static_cast<unsigned>(min(p / PAGE, width - 1))]; }
+  __device__ int id(int p) const { return table[min(p / PAGE, width - 1)]; }
   __device__ int head_in(int id) const {
     return (id >= 0 && id < pages ? id : 0) * kv_heads + kv_head;
   }

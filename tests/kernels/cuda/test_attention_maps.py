@@ -100,7 +100,8 @@ def test_shares_of_a_piece(ops_for: Callable[[int], Any], types: tuple[str, str]
 @pytest.mark.parametrize("case", [
     Case([(0, 290, 1)], heads=11, kv_heads=1),  # seven blocks; the second half of the rows
     Case([(0, 2100, 1)], heads=1, kv_heads=1, window=2080),  # two pieces behind a window
-], ids=["few", "pieces"])  # fmt: skip
+    Case([(0, 2199, 2)], heads=5, kv_heads=1, types=("q8_0", "q8_0")),  # three, the last of few
+], ids=["few", "behind", "pieces"])  # fmt: skip
 def test_a_cluster_gives_the_bits_of_one_block(
     ops_for: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch, case: Any
 ) -> None:
