@@ -186,9 +186,10 @@ def experts(
     alone: int | None = None,
     shared: Shared | None = None,
     policy: Policy = EVERY_ROW_ALONE,
+    tickets: DeviceArray | None = None,
 ) -> DeviceArray:
     """alone: so many first rows have the bits that they have alone; None: all. policy: of the
-    shared expert's products with the others."""
+    shared expert's products with the others. tickets: as of `route`."""
     out = ops.scratch(x.shape) if add_to is None else add_to
     weights, adds = (table.gate, table.up, table.down), add_to is not None
     first = len(x) if alone is None else min(alone, len(x))
@@ -197,7 +198,7 @@ def experts(
     if first:
         own = routing[0][:first], routing[1][:first]
         if expert_stream.fits(ops, table, shared, own[0].shape[1]):
-            expert_stream.experts(ops, x[:first], own, table, shared, out[:first], adds)
+            expert_stream.experts(ops, x[:first], own, table, shared, out[:first], adds, tickets)
         else:
             _by_rows(ops, x[:first], own, table, out[:first], adds)
             _add_shared(ops, x[:first], shared, out[:first], EVERY_ROW_ALONE)

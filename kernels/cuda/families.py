@@ -96,8 +96,8 @@ class CudaFamilies:
         shared: SharedExpert | None = None,
     ) -> DeviceArray:
         alone, policy = self.rows_alone(x), self.prompt_policy
-        other = shared_of(shared)
-        return experts.experts(self, x, routing, table, add_to, alone, other, policy)
+        tail = alone, shared_of(shared), policy, self.tickets
+        return experts.experts(self, x, routing, table, add_to, *tail)
 
     def gate_rows_(self: Host, y: DeviceArray, x: DeviceArray, weight: Weight) -> DeviceArray:
         return experts.gate_rows_(self, y, x, _own(weight))

@@ -87,7 +87,8 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
     ) -> DeviceArray:
         if add_to is None and self._can_push((len(x), x.shape[1])):
             out = self.scratch(x.shape)
-            end = expert_stream.begun(self, x, routing, table, shared_of(shared), out)
+            other, tickets = shared_of(shared), self.tickets
+            end = expert_stream.begun(self, x, routing, table, other, out, tickets)
             if end is not None:
                 return self._ends_late(out, end)
         self._changes(add_to, x)

@@ -2,6 +2,7 @@
 // every token takes. Each token has the bits that it has alone; nothing comes from the host.
 //
 // The next kernel may begin when this one has waited: so the choice is there before that one waits.
+#include "expert_mail.cuh"
 #include "expert_twins.cuh"
 
 using namespace voltapile;
@@ -71,7 +72,7 @@ struct Units {
       const float sum = sums.of(2 * unit + lane / 16, token, lane % 16);
       const float up = __shfl_xor_sync(ALL, sum, 16);
       const float value = activated(sum, SILU) * up * source.factor(token);
-      if (lane < 16) out[source.seats.to[token] + 16 * (first + unit) + lane] = value;
+      if (lane < 16) post(out + source.seats.to[token] + 16 * (first + unit) + lane, value);
     }
   }
 };

@@ -58,6 +58,7 @@ def test_shared_expert(
     made.append(weights_of(ops, 0.1 * normal(3, width)))
     tokens, rng = 11, np.random.default_rng(0)
     x, old = normal(7, tokens, width), normal(8, tokens, width)
+    x[8] = 0
     chosen = np.stack([rng.permutation(6)[:3] for _ in range(tokens)]).astype(np.int32)
     chosen[:9] = [[1, 5, 3], [4, 1, 2], [1, 3, 0]] * 3
     chosen[9] = 0, 4, 5
@@ -82,6 +83,7 @@ def test_shared_expert(
         np.testing.assert_array_equal(found(part), together[part])
     monkeypatch.setattr(expert_stream, "DOWN_WARPS", 2)  # each with several chunks in turn
     np.testing.assert_array_equal(found(slice(8, 11)), together[8:11])
+    assert not ops.view(ops.tickets).any()
 
 
 def _layer(
