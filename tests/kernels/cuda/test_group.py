@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -327,6 +329,39 @@ def test_a_sum_with_its_norm_has_the_bits_of_both(norming: EmulatedOps, rows: in
         x = parts_of(50, 1, *shape)[0] + total_of(parts_of(round, 3, *shape), one_island(3))
         expected += [x, ops.to_host(rms_norm(ops, ops.array(x), vector_of(ops, weight), 1e-6))]
     check(Stage(ops, one_island(3), frozenset({(0, 2)}), start=-2).run(work), expected)
+
+
+def test_a_sum_looks_at_no_row_before_the_one_before_has_ended(norming: EmulatedOps) -> None:
+    """Both may be on the GPU at once, and the one before them, whose half of a room it has."""
+    n, stage = 576, Stage(norming, one_island(2))
+    links = stage.links(0)
+    raw = (ctypes.c_uint8 * RECORD.itemsize).from_address(links.record)
+    record = np.frombuffer(raw, RECORD)[0]
+    record["rows"][0] = 2
+    parts, ones = parts_of(3, 2, 1, n), np.ones(n, np.float32)
+    x, out = norming.array(np.zeros((1, n), np.float32)), norming.scratch((1, n))
+    for source, part in enumerate(parts):
+        put_row(stage, source, 0, part[0])
+    call = links, norming.scratch((1, n)), x, vector_of(norming, ones), 1e-6, out, True
+    running = threading.Thread(target=group.all_reduce_norm, args=(norming, *call))
+    running.start()
+    time.sleep(0.2)
+    assert record["rows"][0] == 3, "others may start, and count on"
+    assert running.is_alive()
+    assert not np.array(norming.to_host(x)).any()
+    record["ended"][0] = 2
+    running.join(PATIENCE)
+    assert norming.to_host(x).tobytes() == (parts[0] + parts[1]).tobytes()
+    assert record["ended"][0] == 3
+
+
+def put_row(stage: Stage, source: int, target: int, values: np.ndarray) -> None:
+    """As a product sends its first row, of an exchange with an even number."""
+    room = stage.memory[:-4096].reshape(-1, ROOM)[target * stage.ranks + source]
+    start, threads = FLAGS_AT - 2 * ROW_BLOCKS * LONGEST_ROW * 4, LONGEST_ROW // 8
+    row = room[start : start + 4 * LONGEST_ROW].view(np.uint32).reshape(2, threads, 4)
+    words = ~values.view(np.uint32).reshape(-1, 2, 4)
+    row[:, : len(words)] = words.transpose(1, 0, 2)
 
 
 def test_every_float_can_be_summed_and_normed(norming: EmulatedOps) -> None:
