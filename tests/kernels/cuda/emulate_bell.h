@@ -26,13 +26,13 @@ inline void expect(std::uint64_t* bell, int bytes) {
   state.look();
 }
 // What was asked for, and comes no sooner than somebody waits for it.
-struct Coming {
+struct BellCopy {
   std::uint64_t* bell;
   void* to;
   const void* from;
   int bytes;
 };
-inline std::vector<Coming> coming;
+inline std::vector<BellCopy> bell_copies;
 
 inline bool is_elected() { return threadIdx.x % 32 == 0; }
 inline void tell_bells() {}
@@ -41,18 +41,18 @@ inline void copy_whole(void* shared, const void* global, int bytes, std::uint64_
       reinterpret_cast<std::uintptr_t>(shared) % 16)
     abort();
   memset(shared, 0xEE, bytes);
-  coming.push_back({bell, shared, global, bytes});
+  bell_copies.push_back({bell, shared, global, bytes});
 }
 inline void await(std::uint64_t* bell, bool is_odd) {
   auto& state = state_of(bell);
-  for (size_t i = 0; i < coming.size();) {
-    if (coming[i].bell != bell) {
+  for (size_t i = 0; i < bell_copies.size();) {
+    if (bell_copies[i].bell != bell) {
       ++i;
       continue;
     }
-    memcpy(coming[i].to, coming[i].from, coming[i].bytes);
-    state.bytes -= coming[i].bytes;
-    coming.erase(coming.begin() + i);
+    memcpy(bell_copies[i].to, bell_copies[i].from, bell_copies[i].bytes);
+    state.bytes -= bell_copies[i].bytes;
+    bell_copies.erase(bell_copies.begin() + i);
   }
   state.look();
   while ((state_of(bell).rings & 1) != (is_odd ? 1 : 0))
