@@ -32,15 +32,16 @@ PAIRS = [*((name, name) for name in FORMATS), *MIXED]
 # H200: an 8B in Q8_0 gave 357 tokens a second with 512 and 340 with 640, in Q4_K_M 396 with 512 and
 # 379 with 768, which spills.
 THREADS = 512
-# One token takes half of the registers where a kernel knows that it is one. Then the blocks of two
-# products are on a multiprocessor, and the next one's first weights come while this one ends.
-HALVED = ("Q4_K", "Q8_0")
+# For one token kernels are made that know it is one. A block of theirs has half of the registers of
+# a multiprocessor, and of its memory: then the next product's blocks are there too, and their first
+# weights come while this one ends. So many teams of a block make that.
+LONE_TEAMS = {"Q4_K": 2, "Q5_K": 1, "Q6_K": 1, "Q8_0": 1}
 
 
 def _instance(
     pair: tuple[str, str], teams: int, warps: int = WARPS, is_alone: bool = False
 ) -> Instance:
-    threads = 2 * THREADS if is_alone else THREADS
+    threads = THREADS * teams * warps // WARPS if is_alone else THREADS
     defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH, "TEAMS": teams, "WARPS": warps}
     defines |= {"THREADS": threads, "TILES": 1, "MANY": 0, "ONE": int(is_alone)}
     named = tuple((key, str(value)) for key, value in defines.items())
@@ -53,16 +54,22 @@ STREAM = {(pair, teams): _instance(pair, teams) for pair in PAIRS for teams in (
 STREAM |= {(pair, 1): _instance(pair, 1) for pair in MIXED}
 # One team of twice as many warps, with a chunk each at most, where there are too few units for two.
 BROAD = {(name, name): _instance((name, name), 1, 2 * WARPS) for name in FORMATS}
-# Those for one token.
+# Those for one token: by formats, and of twice as many warps.
 ALONE = {
-    STREAM[(name, name), TEAMS]: _instance((name, name), TEAMS, WARPS, True) for name in HALVED
+    pair: _instance(pair, min(map(LONE_TEAMS.__getitem__, pair)), WARPS, True) for pair in PAIRS
 }
-ALONE |= {BROAD[name, name]: _instance((name, name), 1, 2 * WARPS, True) for name in HALVED}
+LONE_BROAD = {
+    (name, name): _instance((name, name), 1, 2 * WARPS, True)
+    for name in FORMATS
+    if LONE_TEAMS[name] == TEAMS
+}
 # Of a rank's part of a sum, which goes to the other ranks at once; a block has some bytes more.
-_SAME = (*(STREAM[(name, name), TEAMS] for name in FORMATS), *BROAD.values(), *ALONE.values())
+_SAME = [each[name, name] for each in (BROAD, ALONE) for name in FORMATS]
+_SAME += [STREAM[(name, name), TEAMS] for name in FORMATS] + [*LONE_BROAD.values()]
 PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in _SAME}
 PUSHING_BYTES = 1024
-INSTANCES = [*STREAM.values(), *BROAD.values(), *ALONE.values(), *PUSHING.values()]
+_LONE = [*ALONE.values(), *LONE_BROAD.values()]
+INSTANCES = [*STREAM.values(), *BROAD.values(), *_LONE, *PUSHING.values()]
 
 
 @dataclass(frozen=True)
@@ -120,8 +127,10 @@ class Deal:
         return 32 * self.teams * self.warps
 
     def instance(self, pair: tuple[str, str], pushes: bool = False) -> Instance:
-        found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
-        found = ALONE.get(found, found) if self.is_alone else found
+        if self.is_alone:
+            found = (ALONE if self.warps == WARPS else LONE_BROAD)[pair]
+        else:
+            found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
         return PUSHING[found] if pushes else found
 
 
@@ -142,29 +151,39 @@ def shared_bytes(chunk: Chunk, teams: int, depth: int, task: Task) -> int:
 def deal(task: Task) -> Deal | None:
     """None if it does not fit: then the product is matmul_rows.cu's, with the same bits, and norms
     are launches of their own."""
-    pair, own, others = task.pair, task.units, task.others
+    pair = task.pair
     if pair not in PAIRS or task.tokens > TOKENS or not task.is_whole:
         return None
     if task.is_normed and not _norms(task):
         return None
-    for teams in (TEAMS, 1):
-        fitting, depth, shared = _room(task, teams)
-        memory = depth, shared, task.tokens == 1
-        blocks = min(task.multiprocessors * fitting, own + others)
-        if (pair, teams) in STREAM and fitting and (blocks > 1 or not others):
-            if teams == TEAMS and _is_broad(task):
-                return Deal(1, blocks, blocks, *memory, TEAMS * WARPS)
-            first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
-            return Deal(teams, blocks, first, *memory)
-    return None
+    if task.tokens == 1:
+        found = _dealt(task, min(map(LONE_TEAMS.__getitem__, pair)), True)
+        if found is not None:
+            return found
+    return _dealt(task, TEAMS, False) or _dealt(task, 1, False)
 
 
-def _room(task: Task, teams: int) -> tuple[int, int, int]:
-    """Blocks on a multiprocessor, and of those that are most the deepest rings; bytes of one."""
+def _dealt(task: Task, teams: int, is_alone: bool) -> Deal | None:
+    """To blocks of so many teams."""
+    pair, own, others = task.pair, task.units, task.others
+    # Of one token's blocks the second that fits is the next product's.
+    fitting, depth, shared = _room(task, teams, 2 if is_alone else TEAMS // teams)
+    blocks = min(task.multiprocessors * (min(1, fitting) if is_alone else fitting), own + others)
+    if not fitting or (blocks < 2 and others) or not (is_alone or (pair, teams) in STREAM):
+        return None
+    if teams == TEAMS and _is_broad(task):
+        return Deal(1, blocks, blocks, depth, shared, is_alone, TEAMS * WARPS)
+    first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
+    return Deal(teams, blocks, first, depth, shared, is_alone)
+
+
+def _room(task: Task, teams: int, most: int) -> tuple[int, int, int]:
+    """Blocks on a multiprocessor, `most` at most; their rings, as deep as that many allow; bytes of
+    a block."""
     parts, ways = {*task.pair} if task.others else {task.pair[0]}, []
     for depth in range(2, DEPTH + 1):
         shared = max(shared_bytes(CHUNKS[name], teams, depth, task) for name in parts)
-        fitting = min(TEAMS // teams, (task.most_shared + RESERVED) // (shared + RESERVED))
+        fitting = min(most, (task.most_shared + RESERVED) // (shared + RESERVED))
         ways.append((fitting, depth, shared))
     return max(ways)
 

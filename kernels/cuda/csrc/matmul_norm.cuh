@@ -53,7 +53,7 @@ struct Items {
   using M = TileMemory<F>;
   using O = Order<F>;
   static constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
-  static constexpr int SEVERAL = IS_ALONE && IS_SAME ? 3 : 2;  // what there are registers for
+  static constexpr int SEVERAL = IS_ALONE && IS_SAME && THREADS <= 512 ? 3 : 2;
   static constexpr int STEP = TEAMS * WARPS, TURN = SEVERAL * STEP;
   static constexpr bool IS_IN_ORDER = O::APART == 4;
   const Product& all;
@@ -67,6 +67,24 @@ struct Items {
       : all(all), norm(norm), memory(memory), first(first), lane(lane),
         chunks(chunks_of<F>(all.k)), count(IS_ALONE ? chunks : all.tokens * chunks) {}
 
+  // Of one token that has no more chunks than there are warps: those that are left over do the last
+  // one, too, since nothing is faster than having nothing to decide.
+  __device__ __forceinline__ void stage_few() {
+    const int chunk = min(first, chunks - 1);
+    const float* from = all.x + chunk * RUN;
+    if (norm.gain == nullptr) {
+      load_one(0, from + column(), O::APART);
+    } else {
+      load_one(0, from + 8 * lane, 4);
+      const float sum = warp_join(squares_of(a[0], b[0]), Add());
+      if (lane == 0) norm.sums[chunk] = sum;
+      if (!IS_IN_ORDER) load_one(0, from + column(), O::APART);
+      norm.await_gains();
+      weigh(0, chunk);
+      scale(0, norm_factor<STEP>(norm.sums, chunks, norm.share, norm.eps, lane));
+    }
+    put(0, 0, chunk);
+  }
   __device__ __forceinline__ void stage() {
     const bool is_normed = norm.gain != nullptr;
     if (is_normed) add_up();
@@ -127,14 +145,22 @@ struct Items {
     float by = 0;
 #pragma unroll 1
     for (int item = first;;) {
+      if (is_normed) {
 #pragma unroll
-      for (int i = 0; i < SEVERAL; ++i)
-        if (is_normed && item + i * STEP < count) weigh(i, item + i * STEP);
-      if (is_normed && item == first) by = factor(0);
+        for (int i = 0; i < SEVERAL; ++i) {
+          if (item + i * STEP >= count) break;
+          weigh(i, item + i * STEP);
+        }
+        if (item == first) by = factor(0);
+#pragma unroll
+        for (int i = 0; i < SEVERAL; ++i) {
+          if (item + i * STEP >= count) break;
+          scale(i, by);
+        }
+      }
 #pragma unroll
       for (int i = 0; i < SEVERAL; ++i) {
         if (item + i * STEP >= count) break;
-        if (is_normed) scale(i, by);
         put(i, 0, item + i * STEP);
       }
       item += TURN;
@@ -162,7 +188,9 @@ struct Items {
 template <class F>
 __device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
                                       int first, int lane) {
-  if (all.tokens == 1) Items<F, true>(all, norm, memory, first, lane).stage();
+  Items<F, true> alone(all, norm, memory, first, lane);
+  if (all.tokens == 1 && alone.chunks <= alone.STEP) alone.stage_few();
+  else if (all.tokens == 1) alone.stage();
   else Items<F, false>(all, norm, memory, first, lane).stage();
 }
 

@@ -81,6 +81,16 @@ __device__ __forceinline__ int afresh(int number) {
   return number;
 }
 
+// The same memory, whose address is not made anew wherever a register is short.
+__device__ __forceinline__ std::uint8_t* same_memory(std::uint8_t* shared) {
+#ifdef VP_EMULATION
+  return shared;
+#else
+  const int address = afresh(static_cast<int>(__cvta_generic_to_shared(shared)));
+  return static_cast<std::uint8_t*>(__cvta_shared_to_generic(address));
+#endif
+}
+
 // Without asking what was there. Nobody else adds to it, so there is but one order.
 __device__ __forceinline__ void add_to(float* place, float value) {
 #ifdef VP_EMULATION
@@ -137,7 +147,8 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
   using M = TileMemory<F>;
   constexpr int ALL_WARPS = TEAMS * WARPS, BELLS = aligned(8 * (DEPTH * ALL_WARPS + 1));
   // One number for the whole warp: branches on it need no code for lanes that go apart.
-  const int lane = threadIdx.x & 31, warp_of_block = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const int lane = afresh(threadIdx.x & 31);
+  const int warp_of_block = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int team = static_cast<unsigned>(warp_of_block) / WARPS, warp = warp_of_block & WARPS - 1;
   Bell* bells = reinterpret_cast<Bell*>(shared);
   Ring<F> ring(shared + BELLS + warp_of_block * M::ring_bytes(depth), bells + DEPTH * warp_of_block,
@@ -191,7 +202,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
       keep_sums_of(total[0], tile, 0, all.tokens, set + (sub * WARPS + warp) * one);
     }
     meet_team(team);
-    Ending(units, unit, threadIdx.x % (32 * WARPS)).write(set, one, line);
+    Ending(units, unit, 32 * warp + lane).write(set, one, line);
   }
 }
 #endif
@@ -209,6 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   ) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
+  std::uint8_t* memory = same_memory(shared);
   const Product all{{{weights0, bias0, out0, rows0},
                      {weights1, bias1, out1, rows1},
                      {weights2, bias2, out2, rows2}},
@@ -224,9 +236,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
     stream<formats::OTHER>(all, norm, line, {all, other_first, other_second, other_count},
-                           block - first_other, blocks - first_other, depth, shared);
+                           block - first_other, blocks - first_other, depth, memory);
   else
     stream<formats::FORMAT>(all, norm, line, {all, first, second, count}, block,
-                            IS_SAME ? blocks : first_other, depth, shared);
+                            IS_SAME ? blocks : first_other, depth, memory);
 #endif
 }
