@@ -175,17 +175,23 @@ struct CopiedSteps {
     int page;  // its number in the table, which nobody has looked at: it may be on its way
     int stage = 0, asked;  // the latter of the first STAGES
     bool is_odd = true;          // how often the stage's bells will have rung
-    __device__ State(const Source& s, Bell* bells) : ahead(s), bells(bells) {
+    int first_p, first_page;     // of the first STAGES steps a lane has one each; -1 for none
+    __device__ State(const Source& s, Bell* bells, int lane) : ahead(s), bells(bells) {
+      Walk own(s);
+      go_far(own, s, min(lane, STAGES - 1));
+      first_p = own.is_done(s) ? -1 : own.p;
+      first_page = s.where.id(own.p);
       go_far(ahead, s, STAGES);
       page = s.where.id(ahead.p);
+      if (HAS_BELLS) make_bells(bells, lane);
     }
   };
   __device__ void begin(const Source& s, State& state, int fresh, int lane) {
-    if (HAS_BELLS) make_bells(state.bells, lane);
-    state.asked = ask_first(s, state.bells, 0, fresh, lane);
+    state.asked = ask_first(s, state.bells, state.first_p, state.first_page, 0, fresh, lane);
   }
   __device__ void go_on(const Source& s, const State& state, int lane) {
-    if (state.asked < STAGES) ask_first(s, state.bells, state.asked, 1 << 30, lane);
+    if (state.asked < STAGES)
+      ask_first(s, state.bells, state.first_p, state.first_page, state.asked, 1 << 30, lane);
   }
   __device__ const CopiedTile& keys(const Source&, const State& state, int, int) {
     wait_for(0, state);
@@ -252,17 +258,15 @@ struct CopiedSteps {
     for (int i = 0; i < steps; ++i) at.go_on(s);
   }
   // For the first STAGES steps, from step `first` to before one that has positions from `fresh` on;
-  // returns which that is. What lies there of those behind it comes near. Each step's page is
-  // looked up by a lane of its own. A call, for its code runs twice.
-  __device__ __noinline__ int ask_first(const Source& s, Bell* bells, int first, int fresh,
-                                        int lane) {
-    Walk own(s);
-    go_far(own, s, min(lane, STAGES - 1));
-    const int own_p = own.is_done(s) ? -1 : own.p, own_page = s.where.at(own.p);
+  // returns which that is. What lies there of those behind it comes near. A call, for its code runs
+  // twice.
+  __device__ __noinline__ int ask_first(const Source& s, Bell* bells, int own_p, int own_page,
+                                        int first, int fresh, int lane) {
     int end = STAGES;
 #pragma unroll 1
     for (int i = first; i < STAGES; ++i) {
-      const int p = __shfl_sync(WHOLE_WARP, own_p, i), page = __shfl_sync(WHOLE_WARP, own_page, i);
+      const int p = __shfl_sync(WHOLE_WARP, own_p, i);
+      const int page = s.where.head_in(__shfl_sync(WHOLE_WARP, own_page, i));
       const bool is_asked = p >= 0;
       if (is_asked && p + STEP > fresh) end = min(end, i);
 #pragma unroll 1

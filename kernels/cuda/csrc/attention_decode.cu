@@ -65,25 +65,40 @@ __device__ __forceinline__ void place_rows(Shared& sh, const Rows& mine, const I
   clear_quads(sh.q + mine.used * PITCH, (ROWS - mine.used) * (PITCH / 8), threadIdx.x, THREADS);
 }
 
-// A warp reads two rows at once.
-__device__ __forceinline__ void stage_queries(Shared& sh, const float* q, int dim, float scale,
-                                              int warp, int lane) {
-#pragma unroll 1
-  for (int m = warp; m < sh.used; m += 2 * STRANDS) {
-    Query<DIM> queries[2];
+// Two rows of queries, `STRANDS` apart, that a warp has on their way together.
+struct TwoRows {
+  unsigned query[2];
+  Query<DIM> held[2];
+
+  __device__ __forceinline__ void find(const Shared& sh, int m) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned query = sh.query[min(m + i * STRANDS, sh.used - 1)];
-      queries[i].read(q + query * width_of(dim), width_of(dim), lane);
-    }
+    for (int i = 0; i < 2; ++i) query[i] = sh.query[min(m + i * STRANDS, sh.used - 1)];
+  }
+  __device__ __forceinline__ void read(const float* q, int dim, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      held[i].read(q + query[i] * width_of(dim), width_of(dim), lane);
+  }
+  __device__ __forceinline__ void stage(Shared& sh, int m, float scale, int lane) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = m + i * STRANDS;
       if (row >= sh.used) break;
-      const float power =
-          queries[i].template stage<KvTile::IN_FOURS>(sh.q + row * PITCH, lane);
+      const float power = held[i].template stage<KvTile::IN_FOURS>(sh.q + row * PITCH, lane);
       if (lane == 0) sh.rows[row].factor = power * scale;
     }
+  }
+};
+
+// Those behind the first two of each warp.
+__device__ __forceinline__ void stage_more(Shared& sh, const float* q, int dim, float scale,
+                                           int warp, int lane) {
+#pragma unroll 1
+  for (int m = warp + 2 * STRANDS; m < sh.used; m += 2 * STRANDS) {
+    TwoRows rows;
+    rows.find(sh, m);
+    rows.read(q, dim, lane);
+    rows.stage(sh, m, scale, lane);
   }
 }
 
@@ -315,25 +330,30 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   const int start = max(piece * all.piece, least), end = min((piece + 1) * all.piece, all.high);
   if (start + begin_of(rank) >= end) return;
 
+  const Pages where{table + static_cast<long long>(slots[item.begin]) * width, pages, kv_heads,
+                    kv_head, width};
+  const Source from{{{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}}, where,
+                    all.low, all.high, start + begin_of(rank), end};
+  Steps::State state(from, sh.bells[warp], lane);
   if (threadIdx.x == 0) {
     open_inbox(&sh.bell);
-    const Pages where{table + static_cast<long long>(slots[item.begin]) * width, pages, kv_heads,
-                      kv_head, width};
-    sh.from = {{{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}}, where,
-               all.low, all.high, start + begin_of(rank), end};
+    sh.from = from;
     sh.used = mine.used;
   }
   __syncthreads();
-  Steps::State state(sh.from, sh.bells[warp]);
   sh.strands[warp].begin(sh.from, state, item.fresh, lane);
   const Places places{((is_planned ? number * chunk : number) - item.begin) * num_heads * stride,
                       stride};
   const bool is_only = all.first == all.last;
   place_rows(sh, mine, item, all, places, positions, piece, num_heads, limit, window, most);
   __syncthreads();
+  TwoRows queries;
+  queries.find(sh, warp);
   grid_wait();
+  queries.read(q, key_dim, lane);
   sh.strands[warp].go_on(sh.from, state, lane);
-  stage_queries(sh, q, key_dim, scale, warp, lane);
+  queries.stage(sh, warp, scale, lane);
+  stage_more(sh, q, key_dim, scale, warp, lane);
   __syncthreads();
 
   Sums sums;
