@@ -25,6 +25,8 @@ CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_row
 # neighbours'.
 CREWS = {1: (8, 12, 16, 18, 20), 2: (12, 11, 10)}
 MANY = 48
+# Of a multiprocessor; and how many warps of one have multiplied a chunk until the first has.
+SCHEDULERS, LATENCY = 4, 5
 # Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.
 # One box does for a single round; else all warps meet after each.
 MEMORY = [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)]
@@ -124,17 +126,23 @@ def _ways(
 ) -> Iterator[tuple[int, int, int, int]]:
     """Tiles at once, warps, boxes and chunks on their way, the best first.
 
-    Few warps of two tiles need a chunk ahead. Of one, those are best with which the longest warp
-    multiplies fewest chunks one after the other; the last tiles may be shared."""
+    Few warps of two tiles need a chunk ahead. Of one, those are best that take least time; the
+    last tiles may be shared."""
 
-    def steps(crew: int) -> int:
+    def cost(crew: int) -> int:
         rounds, left = divmod(tiles, crew)
-        return rounds * slots + (0 if not left else 1 if left * slots <= crew else slots)
+        last = _step(left * slots) if left * slots <= crew else slots * _step(left)
+        return rounds * slots * _step(crew) + (last if left else 0)
 
     if tiles >= MANY and (pair, PASSES[0], 2) in CLUSTER:
         yield from ((2, crew, *memory) for memory in MEMORY[1:] for crew in CREWS[2])
-    for crew in sorted(_crews(pair, passes, 1), key=steps):
+    for crew in sorted(_crews(pair, passes, 1), key=cost):
         yield from ((1, crew, *memory) for memory in MEMORY)
+
+
+def _step(warps: int) -> int:
+    """A chunk of so many warps, in what one takes of its scheduler's time."""
+    return max(LATENCY, -(-warps // SCHEDULERS))
 
 
 def _clusters(multiprocessors: int) -> int:

@@ -169,3 +169,11 @@ def test_deals_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     few = deal("Q5_K", 4096, 32, 24576)  # whose chunks are not multiplied as they lie
     assert few is not None
     assert (few.held, few.crew) == (1, 20)
+
+
+def test_what_lies_row_by_row_is_left_to_others(folder: Path) -> None:
+    ops = ops_of(90, folder)
+    ops.tiles = False
+    weight = ops.weight(random_raw("Q4_K", 64, 512), "Q4_K", (64, 512))
+    matmul.linear(ops, ops.array(activations(9, 512)), weight)
+    assert ops.launched[-1][0] in matmul.ROWS.values()
