@@ -9,10 +9,10 @@
 //
 // grid: (CLASSES * clusters, turns of `room` tokens). Clusters from first_other on take the
 // matrices whose bit in `others` is set. A cluster takes `units` of a format, and the first `more`
-// another one: a tile, or a gate's and its up's. boxes: 2 where a tile's sums may arrive while those
-// of the one before are read, else 1. by_crew, by_most: matmul_crew.cuh. -D FORMAT, OTHER; SPLIT and
-// WARPS, both CLASSES; CREW, the most warps; MANY 2 or 4; TILES 1; HELD, the tiles that a warp
-// multiplies at once, 1 or 2: with 1 the number of warps is even.
+// another one: a tile, or a gate's and its up's. boxes: 2 where a tile's sums may arrive while
+// those of the one before are read, else 1. by_crew, by_most: matmul_crew.cuh. -D FORMAT, OTHER;
+// SPLIT and WARPS, both CLASSES; CREW, the most warps; MANY 2 or 4; TILES 1; HELD, the tiles that a
+// warp multiplies at once, 1 or 2: with 1 the number of warps is even.
 #include "grid.cuh"
 #include "matmul_crew.cuh"
 #include "matmul_letters.cuh"
