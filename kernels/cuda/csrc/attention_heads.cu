@@ -1,8 +1,8 @@
 // What happens to q, k and v between their product and attention, in one pass: heads of q and k are
-// normed (where the model does) and rotated, keys and values put into their pages. Which pages, the
-// norms' weights and the angles are read before the kernel before this one has ended. All heads
-// take one path, since instructions that few warps run must be fetched by all. -D HEAD: the longest
-// head.
+// normed (where the model does) and rotated, keys and values put into their pages. Norms' weights,
+// angles, slots and positions are asked for before the kernel before this one has ended, and nothing
+// waits for them until heads are on their way. All heads take one path, since instructions that few
+// warps run must be fetched by all. -D HEAD: the longest head.
 #include "attention_store.cuh"
 #include "grid.cuh"
 
@@ -78,7 +78,7 @@ rope_store(float* q, const float* k, const float* v, const float* q_norm, const 
     if (d < 2 * pairs)
       turn[i] = reinterpret_cast<const float2*>(angles)[t * pairs + turns.pair_of(d)];
   }
-  const int position = positions[t], page = page_of(table, slots[t], position, width, pages);
+  const int position = positions[t], slot = slots[t];
   grid_wait();
   if (head >= count) return;
   float* row = reinterpret_cast<float*>(shared) + warp * HEAD;
@@ -87,6 +87,7 @@ rope_store(float* q, const float* k, const float* v, const float* q_norm, const 
       is_query ? query : (is_value ? v : k) + static_cast<long long>(t * kv_heads + head) * dim;
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) held[i] = 32 * i + lane < dim ? from[32 * i + lane] : 0.0f;
+  const int page = page_of(table, slot, position, width, pages);
   if (weight != nullptr) norm(held, factors, dim, eps);
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) row[32 * i + lane] = held[i];
