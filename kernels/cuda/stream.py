@@ -225,13 +225,11 @@ def _norms(task: Task) -> bool:
 
 
 def _is_broad(task: Task) -> bool:
-    """Whether a block has one unit at most, and that two chunks for a warp of a team."""
-    chunks = task.columns // 256
-    return (
-        task.pair in BROAD
-        and task.units <= task.multiprocessors
-        and WARPS < chunks <= TEAMS * WARPS
-    )
+    """Whether a warp has fewer chunks one after the other in blocks of one broad team, which has
+    one of each unit, than in teams, which have two."""
+    chunks, card = task.columns // 256, task.multiprocessors
+    broad, teams = -(-task.units // card), 2 * -(-task.units // (TEAMS * card))
+    return task.pair in BROAD and WARPS < chunks <= TEAMS * WARPS and broad < teams
 
 
 def first_other(pair: tuple[str, str], blocks: int, units: int, others: int) -> int:

@@ -126,6 +126,7 @@ def test_where_one_broad_team_is_better() -> None:
         return found.warps
 
     assert [warps(rows, 4096) for rows in (2048, 132 * 16, 133 * 16)] == [16, 16, 8]
+    assert [warps(rows, 4096) for rows in (4096, 6144, 12288)] == [8, 16, 8]
     assert [warps(2048, columns) for columns in (2048, 2304, 4096, 4352)] == [8, 16, 16, 8]
 
 
