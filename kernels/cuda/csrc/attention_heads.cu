@@ -1,8 +1,8 @@
 // What happens to q, k and v between their product and attention, in one pass: heads of q and k are
 // normed (where the model does) and rotated, keys and values put into their pages. Norms' weights,
-// angles, slots and positions are asked for before the kernel before this one has ended, and nothing
-// waits for them until heads are on their way. All heads take one path, since instructions that few
-// warps run must be fetched by all. -D HEAD: the longest head.
+// angles, slots and positions are asked for before the kernel before this one has ended, and
+// nothing waits for them until heads are on their way. All heads take one path, since instructions
+// that few warps run must be fetched by all. -D HEAD: the longest head.
 #include "attention_store.cuh"
 #include "grid.cuh"
 
