@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.cuda import gemm, group, rows
+from voltapile.kernels.cuda import gemm, group, rows, stream
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher, Line
 from voltapile.kernels.cuda.links import Links
 from voltapile.kernels.cuda.matmul import PLAIN
@@ -259,8 +259,20 @@ def _waits_for_norm(links: Links, late: Late) -> bool:
     return late.exact == len(late.out) and links.norms and group.can_norm(links, late.out.shape)
 
 
+def _goes_by_rows(links: Links, late: Late) -> bool:
+    """Whether ranks may push their parts of this sum, though no norm comes; the same on all."""
+    can = links.norms and links.pushes and group.can_norm(links, late.out.shape)
+    return can and late.exact == len(late.out) <= stream.TOKENS
+
+
 def _sum(ops: Launcher, links: Links, late: Late, accumulate: bool) -> None:
     """Exact rows, then the others."""
+    if _goes_by_rows(links, late):  # whether this rank's part is pushed or not
+        if late.product is not None:
+            late.product.launch(group.line_of(links))
+        is_pushed = late.product is not None
+        group.all_reduce_fours(ops, links, late.part, late.out, accumulate, is_pushed)
+        return
     if late.product is not None:
         late.product.launch(())
     if late.scales is not None:

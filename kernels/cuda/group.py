@@ -138,12 +138,37 @@ def all_reduce_norm(
     out: DeviceArray,
     is_pushed: bool = False,
 ) -> None:
-    """x += the sum over ranks of part; out = rms_norm of x. is_pushed: the others have the part."""
-    rows, n = x.shape
-    assert (weight.shape, out.shape) == ((n,), x.shape), (weight.shape, out, x)
-    address = 0 if part is None else part.ptr
-    arrays = links.record, address, x.ptr, weight.ptr, out.ptr
-    numbers = np.int32(n), np.float32(eps), *line_of(links)[1:], np.int32(is_pushed)
+    """x += the sum over ranks of part; out = rms_norm of x. is_pushed: all ranks have the part."""
+    assert (weight.shape, out.shape) == (x.shape[1:], x.shape), (weight.shape, out, x)
+    ends = weight.ptr, out.ptr, np.float32(eps)
+    _by_rows(ops, links, part, x, ends, is_pushed, True)
+
+
+def all_reduce_fours(
+    ops: Launcher,
+    links: Links,
+    part: DeviceArray | None,
+    out: DeviceArray,
+    accumulate: bool,
+    is_pushed: bool,
+) -> None:
+    """all_reduce as all_reduce_norm does it, of what `can_norm`, without a norm."""
+    _by_rows(ops, links, part, out, (0, 0, np.float32(0)), is_pushed, accumulate)
+
+
+def _by_rows(
+    ops: Launcher,
+    links: Links,
+    part: DeviceArray | None,
+    x: DeviceArray,
+    norm: tuple[int, int, np.float32],
+    is_pushed: bool,
+    accumulate: bool,
+) -> None:
+    """norm: addresses of its weight and of where it goes, and eps."""
+    (rows, n), (weight, out, eps), (record, *place) = x.shape, norm, line_of(links)
+    arrays = record, 0 if part is None else part.ptr, x.ptr, weight, out
+    numbers = np.int32(n), eps, *place, np.int32(is_pushed), np.int32(accumulate)
     ops.kernel(SUM_NORM)((rows,), 32 * (1 - -n // RUN), (*arrays, *numbers), 8 * n)
 
 

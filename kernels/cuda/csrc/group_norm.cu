@@ -91,14 +91,15 @@ __device__ __forceinline__ void pull(const Peer& peer, int other, unsigned excha
 
 using namespace voltapile;
 
-// x (rows of n) += the sum of the parts, added in the order of ranks; out = rms_norm of x.
+// x (rows of n) (+)= the sum of the parts, added in the order of ranks; out = rms_norm of x, where
+// weight is not null.
 // grid: (rows), a warp for each run of a row, and a last one, which has none of the row and keeps
 // count of the exchanges; n is a multiple of 4. shared: 8 n bytes. is_pushed: the product that made
 // this rank's part has sent it (group_push.cuh), to itself too: then that is polled for as well,
 // and seen before the product's launch has ended.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS + 32, 1)
 group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,
-               float eps, int rank, int ranks, int is_pushed) {
+               float eps, int rank, int ranks, int is_pushed, int accumulate) {
   __shared__ float scratch[32];
   __shared__ unsigned number;
   const int lane = threadIdx.x & 31, runs = (n + RUN - 1) / RUN;
@@ -108,7 +109,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   float* weights = reinterpret_cast<float*>(shared);
   float* before = weights + n;
   float4 values[HELD], sum[HELD];
-  at.fetch(weight, weights);
+  if (weight != nullptr) at.fetch(weight, weights);
   const bool keeps_count = threadIdx.x == blockDim.x - 1;
   unsigned* ended = group->ended + blockIdx.x;
   if (keeps_count) number = count_on(group->rows + blockIdx.x);
@@ -136,7 +137,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
     if (r != rank || is_pushed) pull(group->peers[r], r, exchange, at, wait, values);
     else if (i > 0) own();  // again: there are no registers for it meanwhile
     // Whoever has sent this rank's part has waited for whoever has made x.
-    if (r == rank) at.fetch(x + begin, before);
+    if (r == rank && accumulate) at.fetch(x + begin, before);
 #pragma unroll
     for (int j = 0; j < HELD; ++j) sum[j] = i == 0 ? values[j] : plus(sum[j], values[j]);
   }
@@ -145,9 +146,12 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
 #if VP_ARCH >= 800
   wait_for_copies<0>();
 #endif
-  at.load(before, values);
+  if (accumulate) at.load(before, values);
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) sum[i] = at.has(i) ? plus(values[i], sum[i]) : zeros();
+  for (int i = 0; i < HELD; ++i) {
+    if (accumulate) sum[i] = plus(values[i], sum[i]);
+    if (!at.has(i)) sum[i] = zeros();
+  }
   const float squares = warp_join(squares_of(sum[0], sum[1]), Add());
   if (lane == 0) scratch[threadIdx.x / 32] = squares;
   at.store(x + begin, sum);
@@ -156,6 +160,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
     __threadfence();
     store_fresh(ended, exchange + 1);
   }
+  if (weight == nullptr) return;
   const float norm = norm_factor(scratch, runs, inverse, eps, lane);
   at.load(weights, values);
 #pragma unroll

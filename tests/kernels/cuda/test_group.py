@@ -187,7 +187,7 @@ def test_the_layout_is_that_of_the_kernels() -> None:
     assert ROOM >= FLAGS_AT + 4 * PIECE_BLOCKS * 4
     assert f"ROW_BLOCKS = {ROW_BLOCKS};" in text
     assert f"LONGEST_ROW = {LONGEST_ROW};" in text
-    counts = 4 * (MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS) + ROW_BLOCKS)
+    counts = 4 * (MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS) + 2 * ROW_BLOCKS)
     assert RECORD.itemsize == 64 + 8 * MOST_RANKS + 32 * MOST_RANKS + counts
 
 

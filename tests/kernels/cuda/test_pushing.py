@@ -27,7 +27,8 @@ def pushing(folder: Path) -> EmulatedOps:
     if not has_compiler():
         pytest.skip("there is no g++")
     ops = EmulatedOps(90, folder, 227 << 10)
-    ops.kernel(group.SUM_NORM)
+    for each in (group.SUM, group.SUM_NORM):
+        ops.kernel(each)
     for name in ("Q8_0", "Q4_K"):
         kind = stream.STREAM[(name, name), stream.TEAMS]
         ops.kernel(kind)
@@ -64,6 +65,35 @@ def test_a_product_sends_its_part_itself(
     check(others, first)
     for i in range(0, len(first), 4):
         check([first[i : i + 2]], first[i + 2 : i + 4])
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(1, 2), (3, 3)])
+def test_a_sum_of_what_was_sent_without_a_norm(
+    pushing: EmulatedOps, tokens: int, ranks: int
+) -> None:
+    """The bits of a sum of any other kind."""
+    n, k = 768, 256
+    shape = tokens, n
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        weight, found = ops.weight(random_raw("Q8_0", n, k, rank), "Q8_0", (n, k)), []
+        inner = ops.array(parts_of(2, ranks, tokens, k)[rank])
+        for adds in (True, False):
+            for is_sent in (True, rank == 0, None):  # a rank may have nothing that can send
+                x = ops.array(parts_of(50, 1, *shape)[0])
+                product = product_of(ops, inner, weight, None)
+                product.launch(group.line_of(links) if is_sent else ())
+                if is_sent is None:
+                    group.all_reduce(ops, links, product.sums, x, adds)
+                else:
+                    group.all_reduce_fours(ops, links, product.sums, x, adds, is_sent)
+                found.append(ops.to_host(x))
+        return found
+
+    first, *others = Stage(pushing, one_island(ranks), start=-2).run(work)
+    check(others, first)
+    for i in (0, 3):
+        assert first[i].tobytes() == first[i + 1].tobytes() == first[i + 2].tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +181,8 @@ def test_experts_end_with_the_sum_that_they_are_a_part_of(
         if then is None:
             ops.rms_norm(x, gain, 1e-6)
         else:
-            ops.all_gather(then, 1, [768] * 2)  # no norm, so nobody would read what was sent
-        ends = ["group_sum_norm"] if then is None else ["group_sum", "group_gather"]
+            ops.all_gather(then, 1, [768] * 2)
+        ends = ["group_sum_norm"] if then is None else ["group_sum_norm", "group_gather"]
         assert gpu.launches == up_down + ends
         assert any("PUSH" in name for name in loaded) == (links.pushes and then is None)
 
