@@ -3,8 +3,8 @@
 // exact either way.
 //
 // Columns of the tensor core are runs of two groups, instead of tokens, and of each its upper bytes
-// and its lower ones: a lane takes the codes of one run, and columns 2 p and 2 p + 1 are zero but in
-// the lanes that have run p. Compiled without contraction: fmaf stands where it is meant.
+// and its lower ones: a lane takes the codes of one run, and columns 2 p and 2 p + 1 are zero but
+// in the lanes that have run p. Compiled without contraction: fmaf stands where it is meant.
 #pragma once
 #include "matmul_order.cuh"
 #include "matmul_words.cuh"
@@ -236,7 +236,8 @@ struct Alone<formats::Q5_K> {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const float s = d.x * Heads::number_at(scales, 2 * turned + odd, 0x4b000000);
-        scale[i][odd] = {s, -(32 * s + d.y * Heads::number_at(minima, 2 * turned + odd, 0x4b000000))};
+        const float least = Heads::number_at(minima, 2 * turned + odd, 0x4b000000);
+        scale[i][odd] = {s, -(32 * s + d.y * least)};
         of_group[i][odd] = fmaf(all[odd], 32.0f, groups.sum_of(i, odd) * (odd ? 0.5f : 1.0f));
       }
     }

@@ -53,7 +53,8 @@ struct Items {
   using M = TileMemory<F>;
   using O = Order<F>;
   static constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
-  static constexpr int SEVERAL = IS_ALONE && IS_SAME && THREADS <= 512 ? 3 : 2;
+  // What there are registers for.
+  static constexpr int SEVERAL = IS_ALONE && ONE && IS_SAME && THREADS <= 512 ? 3 : 2;
   static constexpr int STEP = TEAMS * WARPS, TURN = SEVERAL * STEP;
   static constexpr bool IS_IN_ORDER = O::APART == 4;
   const Product& all;
@@ -189,8 +190,8 @@ template <class F>
 __device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
                                       int first, int lane) {
   Items<F, true> alone(all, norm, memory, first, lane);
-  if (all.tokens == 1 && alone.chunks <= alone.STEP) alone.stage_few();
-  else if (all.tokens == 1) alone.stage();
+  if (ONE && alone.chunks <= alone.STEP) alone.stage_few();
+  else if (ONE || all.tokens == 1) alone.stage();
   else Items<F, false>(all, norm, memory, first, lane).stage();
 }
 

@@ -17,18 +17,27 @@ __device__ __forceinline__ float squares_of(float4 a, float4 b) {
   return first + second;
 }
 
-// What columns times their weights are multiplied by; sums: of the runs. Every lane gets it.
+// What columns times their weights are multiplied by; sums: of the runs, of which there are MOST at
+// most. Every lane gets it.
+template <int MOST = 1 << 20>
 __device__ __forceinline__ float norm_factor(const float* sums, int runs, float inverse, float eps,
                                              int lane) {
-  float sum = lane < runs ? sums[lane] : 0.0f;
+  constexpr int LANES = MOST <= 8 ? 8 : MOST <= 16 ? 16 : 32;  // others would add zeros
+  const int own = lane & LANES - 1;
+  float sum = own < runs ? sums[own] : 0.0f;
+  if constexpr (MOST > 32) {
 #pragma unroll 1
-  for (int first = 32; first < runs; first += 32)
-    if (first + lane < runs) sum += sums[first + lane];
-  const float mean = fmaf(warp_join(sum, Add()), inverse, eps);
+    for (int first = 32; first < runs; first += 32)
+      if (first + own < runs) sum += sums[first + own];
+  }
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(ALL, sum, step);
+  float mean = fmaf(sum, inverse, eps);
 #ifdef VP_EMULATION
   return 1.0f / sqrtf(mean);
 #else
-  return rsqrtf(mean);
+  asm("rsqrt.approx.ftz.f32 %0, %0;" : "+f"(mean));  // of a number that is not tiny
+  return mean;
 #endif
 }
 
