@@ -71,7 +71,7 @@ def test_one_token(
 
 @pytest.mark.parametrize(
     ("context", "kv_heads"),
-    [(2048, 32), (4096, 32), (4096, 8), (5000, 1), (8192, 8), (16384, 1), (33000, 1)],
+    [(2048, 32), (4096, 32), (2048, 8), (5120, 8), (5000, 1), (8192, 8), (16384, 1), (40960, 1)],
 )
 def test_long_contexts(cuda: Any, put: Any, context: int, kv_heads: int) -> None:
     """Where pieces become longer: once while a verify run crosses the border."""
