@@ -82,8 +82,8 @@ def test_a_deeper_ring_has_the_same_bits(
 ) -> None:
     ops, key = ops_of(arch, folder), (("Q8_0", "Q8_0"), stream.TEAMS)
     instance = stream.STREAM[key]
-    weight = ops.weight(random_raw("Q8_0", 176, 2304), "Q8_0", (176, 2304))
-    x = ops.array(activations(2, 2304))
+    weight = ops.weight(random_raw("Q8_0", 176, 4352), "Q8_0", (176, 4352))
+    x = ops.array(activations(2, 4352))
     plain = ops.to_host(matmul.linear(ops, x, weight))
     deeper = tuple((key, "3" if key == "DEPTH" else value) for key, value in instance.defines)
     monkeypatch.setitem(stream.STREAM, key, replace(instance, defines=deeper))
