@@ -126,9 +126,11 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
     own();
     push(group, exchange, at, values, rank, ranks);
   } else {
-    while (keeps_count && load_fresh(ended) != exchange && !wait.is_over(rank)) {
+    if (keeps_count) {
+      while (load_fresh(ended) != exchange && !wait.is_over(rank)) {
+      }
+      __threadfence();
     }
-    __threadfence();
     __syncthreads();
   }
 #pragma unroll 1  // what a wait that lasts does is long
