@@ -42,7 +42,9 @@ SHORT_RUN = 8  # tokens of a slot in a step that count as generated
 MOST_GENERATED = 64  # tokens of a step that may all be generated
 PARTIAL_BYTES = 64 << 20  # what the pieces of one launch may take, if one token's do not take more
 PIECES = 512  # of all KV heads together, for long contexts: enough to fill a GPU
-CLUSTERS = 40  # the same, of clusters: all blocks are there at once on 132 multiprocessors
+# The same, of clusters, so that all blocks are there at once on 132 multiprocessors: those of large
+# heads, or of kernels that are told types, are two on a multiprocessor, others three.
+CLUSTERS, LARGE_CLUSTERS = 40, 30
 MANY_PIECES = 32  # of several tokens, if each has one: then a block takes a whole piece
 LOG2E = 1.4426950408889634
 
@@ -214,10 +216,12 @@ def heads_of(head_map: Sequence[int], kv_heads: int) -> list[int]:
     return [*starts, *(h for each in own for h in each)]
 
 
-def most_pieces(kv_heads: int, arch: int) -> int:
-    """Into how many pieces a token's positions are cut at most (one more behind a window)."""
+def most_pieces(kv_heads: int, shape: tuple[int, int], arch: int) -> int:
+    """Into how many pieces a token's positions are cut at most (one more behind a window); shape:
+    of attention_decode."""
     if arch >= CLUSTERS_FROM:
-        return max(1, CLUSTERS // kv_heads)
+        is_large = shape[0] > 128 or shape[1] == ANY
+        return max(1, (LARGE_CLUSTERS if is_large else CLUSTERS) // kv_heads)
     return min(256, max(16, PIECES // kv_heads))
 
 
@@ -245,7 +249,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
     tiles = _tiles_for(call, dim, kind)
     chunk = _chunk(call.members, tiles)
     parts = _groups(chunk * call.members, 16 * tiles)
-    most = most_pieces(call.cache.kv_heads, ops.arch)
+    most = most_pieces(call.cache.kv_heads, call.decode_shape, ops.arch)
     stride = _stride(most, *shortest(ops.arch), call.limit, call.window)
     pieces = stride + (1 if call.window else 0)  # tokens of an item begin at different ones
     each = 1 if plan is None else chunk  # rows for each token or item
@@ -293,7 +297,8 @@ def _mixed(ops: Launcher, call: _Call) -> None:
         (3 * (tokens * call.members // rows + tokens // SHORT_RUN + 1),), np.int32
     )
     limits = SHORT_RUN, call.members, rows, chunk, call.limit, call.window
-    numbers = tokens, *limits, most_pieces(call.cache.kv_heads, ops.arch), items, tiles
+    most = most_pieces(call.cache.kv_heads, call.decode_shape, ops.arch)
+    numbers = tokens, *limits, most, items, tiles
     positions = call.batch.positions
     ops.kernel(PLAN)(
         (1,),
