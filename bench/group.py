@@ -124,7 +124,7 @@ def norms(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str
     """A sum added to the residual and the norm after it, as a model has them: one kernel or two."""
     links, lines = ops._links, []
     assert links is not None
-    usual = links.norms
+    usual = links.norms, links.pushes
     for rows, width in ((1, 2048), (1, 4096), (1, 5120), (8, 4096), (512, 4096), (2048, 4096)):
         shape, calls = (rows, width), CALLS if rows < 64 else 20
         part, x = put(ops, parts_of(0, 1, *shape)[0] * 0), put(ops, parts_of(1, 1, *shape)[0])
@@ -138,15 +138,15 @@ def norms(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str
             ops._catch_up()
             rms_norm(ops, x, w, 1e-6)  # not late: a launch of its own
 
-        links.norms = True
+        links.norms, links.pushes = True, False
         one, two = microseconds(ops, both, calls), microseconds(ops, apart, calls)
         lines.append(f"all_reduce and norm {shape} {one:8.2f} us, as two kernels {two:.2f} us")
-    links.norms = usual
+    links.norms, links.pushes = usual
     return lines
 
 
 def pushes(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str]:
-    """A product, the sum that it is a part of and its norm: sent by the product, and by the sum."""
+    """A product, the sum it is a part of, with a norm and without: sent by either of them."""
     links, lines = ops._links, []
     assert links is not None
     for rows, n, k in ((1, 4096, 2048), (1, 4096, 6144), (8, 4096, 2048), (1, 2048, 2048)):
@@ -154,13 +154,21 @@ def pushes(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[st
         x, out = (put(ops, np.zeros((rows, n), np.float32)) for _ in range(2))
         arrays = x, ops.dummy_weight("F32", (n,)), 1e-6, out
 
-        def call(line: Any, product: Any = (inner, weight, None), arrays: Any = arrays) -> None:
-            made = product_of(ops, *product)
+        def call(line: Any, normed: bool, p: Any = (inner, weight, None), a: Any = arrays) -> None:
+            made = product_of(ops, *p)
             made.launch(line)
-            collectives.all_reduce_norm(ops, links, made.sums, *arrays, bool(line))
+            if normed:
+                return collectives.all_reduce_norm(ops, links, made.sums, *a, bool(line))
+            if line:
+                return collectives.all_reduce_fours(ops, links, made.sums, a[0], False, True)
+            return collectives.all_reduce(ops, links, made.sums, a[0], False)
 
-        us = [microseconds(ops, lambda e=e: call(e)) for e in (collectives.line_of(links), ())]
-        lines.append(f"product {rows} x {k} x {n}, sum, norm {us[0]:.2f} us, kept {us[1]:.2f} us")
+        kinds = [
+            (line, norm) for norm in (True, False) for line in (collectives.line_of(links), ())
+        ]
+        us = [microseconds(ops, lambda e=e: call(*e)) for e in kinds]
+        each = "sum, norm {:.2f} us, kept {:.2f} us; sum {:.2f}, kept {:.2f}".format(*us)
+        lines.append(f"product {rows} x {k} x {n}, {each}")
     return lines
 
 
