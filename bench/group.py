@@ -148,24 +148,19 @@ def norms(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str
 def pushes(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str]:
     """A product, the sum it is a part of, with a norm and without: sent by either of them."""
     links, lines = ops._links, []
-    assert links is not None
+    ends = collectives.line_of(links), ()
     for rows, n, k in ((1, 4096, 2048), (1, 4096, 6144), (8, 4096, 2048), (1, 2048, 2048)):
         weight, inner = ops.dummy_weight("Q8_0", (n, k)), put(ops, np.zeros((rows, k), np.float32))
         x, out = (put(ops, np.zeros((rows, n), np.float32)) for _ in range(2))
         arrays = x, ops.dummy_weight("F32", (n,)), 1e-6, out
 
-        def call(line: Any, normed: bool, p: Any = (inner, weight, None), a: Any = arrays) -> None:
+        def call(line: Any, norms: bool, p: Any = (inner, weight, None), a: Any = arrays) -> None:
             made = product_of(ops, *p)
             made.launch(line)
-            if normed:
-                return collectives.all_reduce_norm(ops, links, made.sums, *a, bool(line))
-            if line:
-                return collectives.all_reduce_fours(ops, links, made.sums, a[0], False, True)
-            return collectives.all_reduce(ops, links, made.sums, a[0], False)
+            way = collectives.all_reduce_norm if norms else collectives.all_reduce_fours
+            way(ops, links, made.sums, *(a if norms else (a[0], False)), bool(line))
 
-        kinds = [
-            (line, norm) for norm in (True, False) for line in (collectives.line_of(links), ())
-        ]
+        kinds = [(line, norms) for norms in (True, False) for line in ends]
         us = [microseconds(ops, lambda e=e: call(*e)) for e in kinds]
         each = "sum, norm {:.2f} us, kept {:.2f} us; sum {:.2f}, kept {:.2f}".format(*us)
         lines.append(f"product {rows} x {k} x {n}, {each}")
