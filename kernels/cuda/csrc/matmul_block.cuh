@@ -140,7 +140,7 @@ struct Block<formats::Q6_K> {
     int lows[Tile::UNITS][4], uppers[Tile::UNITS][4];
 #pragma unroll
     for (int i = 0; i < 4 * Tile::UNITS; ++i) {
-      const int p = tile.unit(i / 4), turn = 4 * ((i % 4 + p) & 3) + 16 * (p & 1);
+      const int p = tile.unit(i / 4), turn = 4 * Order<F>::word(i % 4, p) + 16 * (p & 1);
       lows[i / 4][i % 4] = turn + 64 * (p >> 1);
       uppers[i / 4][i % 4] = turn + 32 * (p >> 1) + 128;
     }

@@ -154,7 +154,7 @@ struct Crowd<formats::Q6_K> {
 #pragma unroll 1
     for (int k = 0; k < 4; ++k) {
       // A word of lower bits, and the upper ones that belong to it.
-      const int turn = 4 * ((k + p) & 3) + 16 * (p & 1);
+      const int turn = 4 * Order<F>::word(k, p) + 16 * (p & 1);
       const int low = turn + 64 * (p >> 1), upper = turn + 32 * (p >> 1) + 128;
       Unit a[T][2][2];
 #pragma unroll

@@ -38,15 +38,19 @@ struct Order<formats::Q4_K> {
   }
 };
 // Lane p takes 16 bytes of upper bits and the two times 16 of lower ones that belong to them, word
-// after word, but begins with word p, so that no two lanes meet a bank of shared memory.
+// after word. From sm_80 on, where rows of a tile lie 210 bytes apart, no other order meets fewer
+// banks of shared memory twice, and a word's end is the next one's begin. Before, lanes begin with
+// word p, and meet none.
 template <>
 struct Order<formats::Q6_K> {
   static constexpr bool IS_BLOCK = true, SUMS = false, NATURAL = false, TURNS = false;
   static constexpr int APART = 64, EXACT_BITS = 0;
   static constexpr bool OF_GROUPS = false;
   static __device__ __forceinline__ int column(int j, int p) {
-    return 128 * (p >> 1) + 32 * (j & 1) + 16 * (p & 1) + 4 * (((j >> 1) + p) & 3);
+    return 128 * (p >> 1) + 32 * (j & 1) + 16 * (p & 1) + 4 * word(j >> 1, p);
   }
+  // Lane p's k-th.
+  static __device__ __forceinline__ int word(int k, int p) { return IS_ASYNC ? k : (k + p) & 3; }
 };
 // As units have them (mma.cuh): what its Codec unpacks.
 template <>
