@@ -36,6 +36,7 @@ THREADS = 512
 # a multiprocessor, and of its memory: then the next product's blocks are there too, and their first
 # weights come while this one ends. So many teams of a block make that.
 LONE_TEAMS = {"Q4_K": 2, "Q5_K": 1, "Q6_K": 1, "Q8_0": 1}
+LONG = 32  # units for each multiprocessor, from which on both halves are one product's
 
 
 def _instance(
@@ -168,7 +169,8 @@ def _dealt(task: Task, teams: int, is_alone: bool) -> Deal | None:
     pair, own, others = task.pair, task.units, task.others
     # Of one token's blocks the second that fits is the next product's.
     fitting, depth, shared = _room(task, teams, 2 if is_alone else TEAMS // teams)
-    blocks = min(task.multiprocessors * (min(1, fitting) if is_alone else fitting), own + others)
+    is_shared = is_alone and own + others < LONG * task.multiprocessors
+    blocks = min(task.multiprocessors * (min(1, fitting) if is_shared else fitting), own + others)
     if not fitting or (blocks < 2 and others) or not (is_alone or (pair, teams) in STREAM):
         return None
     if teams == TEAMS and _is_broad(task):

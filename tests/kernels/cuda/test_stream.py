@@ -210,6 +210,16 @@ def test_rings_are_as_deep_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> 
     stream.deal.cache_clear()
 
 
+def test_long_products_of_one_token_take_both_halves() -> None:
+    def blocks(rows: int) -> int:
+        task = stream.Task(("Q6_K", "Q6_K"), 4096, 1, (rows,), (), False, 132, 227 << 10)
+        found = stream.deal(task)
+        assert found is not None
+        return found.blocks
+
+    assert [blocks(rows) for rows in (1600, 12288, 151936)] == [100, 132, 264]
+
+
 def test_two_formats_are_dealt_by_their_bytes() -> None:
     def first(rows: int, other_rows: int) -> int:
         pair, others = ("Q4_K", "Q6_K"), (other_rows,) if other_rows else ()
