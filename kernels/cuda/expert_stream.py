@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.expert_groups import join
-from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
+from voltapile.kernels.cuda.expert_table import NOT_POSTED, ExpertTable, Posts, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher, Line
 from voltapile.shm.formats import row_bytes
 
@@ -28,6 +28,7 @@ UP_WARPS = PARTS_WARPS = 4
 UP_RINGS, PARTS_RING = (11264, 6912), 6912
 DEPTHS = range(2, 5)  # of a ring: csrc/expert_strip.cuh
 BESIDE = 3  # blocks of expert_up_stream
+ROUTED = 1024  # tickets that `route` of one token may not have left when mail comes behind them
 DOWN_WARPS = 12  # of a block, most
 BELLS = 128  # bytes, of a block
 # Bytes of shared memory that sources name, most, and that the hardware takes of a block.
@@ -45,6 +46,7 @@ class Inner:
     routed: DeviceArray
     shared: DeviceArray | None
     mailed: int
+    posts: Posts
 
 
 Routing = tuple[DeviceArray, DeviceArray]
@@ -202,14 +204,16 @@ def experts(
     out: DeviceArray,
     adds: bool,
     tickets: DeviceArray | None = None,
+    posts: Posts = NOT_POSTED,
 ) -> None:
-    """tickets: uint32 zeros, of all layers; without them `_down` waits for the whole of `_up`."""
+    """tickets: uint32 zeros, of all layers; without them `_down` waits for the whole of `_up`.
+    posts: what `_up` need not wait for."""
     layer, step = Layer(table, shared), MOST_PAIRS // routing[0].shape[1]
     for start in range(0, len(x), step):
         stop = min(len(x), start + step)
         own = routing[0][start:stop], routing[1][start:stop]
         with ops.scope():
-            inner = _inner(ops, own[0], layer, tickets)
+            inner = _inner(ops, own[0], layer, tickets, posts)
             _up(ops, x[start:stop], own[0], layer, inner)
             down = _down if stop - start <= FEW or not layer.has_parts else _parts
             down(ops, inner, own, layer, out[start:stop], adds)
@@ -223,6 +227,7 @@ def begun(
     shared: Shared | None,
     out: DeviceArray,
     tickets: DeviceArray | None = None,
+    posts: Posts = NOT_POSTED,
 ) -> Callable[[Line], None] | None:
     """What ends it, with what a kernel is told of the group that it sends its part to, and has to
     be the next launch. None if down is not expert_down_stream's; then nothing has begun."""
@@ -230,22 +235,26 @@ def begun(
         return None
     layer = Layer(table, shared)
     with ops.scope():  # what comes after the end waits for it, and may have the memory
-        inner = _inner(ops, routing[0], layer, tickets)
+        inner = _inner(ops, routing[0], layer, tickets, posts)
         _up(ops, x, routing[0], layer, inner)
     return lambda line: _down(ops, inner, routing, layer, out, False, line)
 
 
-def _inner(ops: Launcher, chosen: DeviceArray, layer: Layer, tickets: DeviceArray | None) -> Inner:
+def _inner(
+    ops: Launcher, chosen: DeviceArray, layer: Layer, tickets: DeviceArray | None, posts: Posts
+) -> Inner:
     shape = chosen.size, layer.table.gate.shape[1]
     other_shape = chosen.shape[0], 0 if layer.shared is None else layer.shared.gate.shape[0]
     first = shape[0] * shape[1]
     mailed = first + other_shape[0] * other_shape[1]
-    if tickets is not None and chosen.shape[0] <= FEW and mailed < len(tickets):
-        routed = DeviceArray(tickets.ptr, shape, np.float32, tickets)
-        other = DeviceArray(tickets.ptr + 4 * first, other_shape, np.float32, tickets)
+    if tickets is not None and chosen.shape[0] <= FEW and ROUTED + mailed < len(tickets):
+        start = tickets.ptr + 4 * ROUTED
+        routed = DeviceArray(start, shape, np.float32, tickets)
+        other = DeviceArray(start + 4 * first, other_shape, np.float32, tickets)
     else:
         routed, other, mailed = ops.scratch(shape), ops.scratch(other_shape), 0
-    return Inner(routed, None if layer.is_alone else other, mailed)
+    posts = posts if mailed else NOT_POSTED  # who reads the last mail clears them
+    return Inner(routed, None if layer.is_alone else other, mailed, posts)
 
 
 def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer, inner: Inner) -> None:
@@ -269,7 +278,7 @@ def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer, inner:
         32 * UP_WARPS,
         (
             *(*layer.table.args, chosen.ptr, x.ptr, inner.routed.ptr, *map(np.int32, numbers)),
-            *(next(depths), *other_args, np.int32(other_rows), next(depths)),
+            *(next(depths), *other_args, np.int32(other_rows), next(depths), *inner.posts.args),
         ),
         shared=layer.up_bytes(room, units, ring),
     )
@@ -296,7 +305,7 @@ def _down(
         (
             *(*layer.table.args, chosen.ptr, shares.ptr, inner.routed.ptr),
             *(np.int32(inner.mailed), out.ptr, *map(np.int32, numbers)),
-            *(*layer.down_args(inner.shared), np.int32(layer.shared_columns)),
+            *(*layer.down_args(inner.shared), np.int32(layer.shared_columns), *inner.posts.args),
             *line,
         ),
         shared=layer.down_bytes(used),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from voltapile.kernels.cuda import expert_groups, expert_stream, matmul
 from voltapile.kernels.cuda.chunks import CHUNKS
-from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
+from voltapile.kernels.cuda.expert_table import NOT_POSTED, ExpertTable, Posts, Shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
 from voltapile.kernels.cuda.states import TAP_KINDS
@@ -90,8 +90,9 @@ def route(
     tickets: DeviceArray,
     is_rounded: bool,
     alone: int | None = None,
+    posts: Posts = NOT_POSTED,
 ) -> tuple[DeviceArray, DeviceArray]:
-    """tickets: uint32 zeros, of all layers. alone: as that of `experts`."""
+    """tickets: uint32 zeros, of all layers. alone: as that of `experts`. posts: of one token."""
     (tokens, columns), experts = x.shape, router.shape[0]
     assert router.shape == (experts, columns), (x, router.shape)
     chosen, weights = _choice(ops, tokens, experts, used, counts)
@@ -105,7 +106,7 @@ def route(
         ops.kernel(ROUTE[router.type_name, held, slots])(
             (_groups(experts, ROUTED) + 1, _groups(count, 8)),
             256,
-            (*(each.ptr for each in arrays), *map(np.int32, sizes)),
+            (*(each.ptr for each in arrays), *map(np.int32, sizes), *posts.args),
             shared=_choice_bytes(held) << (min(count, 8) - 1).bit_length(),
         )
     if first < tokens:
@@ -187,9 +188,10 @@ def experts(
     shared: Shared | None = None,
     policy: Policy = EVERY_ROW_ALONE,
     tickets: DeviceArray | None = None,
+    posts: Posts = NOT_POSTED,
 ) -> DeviceArray:
     """alone: so many first rows have the bits that they have alone; None: all. policy: of the
-    shared expert's products with the others. tickets: as of `route`."""
+    shared expert's products with the others. tickets, posts: as of `route`."""
     out = ops.scratch(x.shape) if add_to is None else add_to
     weights, adds = (table.gate, table.up, table.down), add_to is not None
     first = len(x) if alone is None else min(alone, len(x))
@@ -198,7 +200,8 @@ def experts(
     if first:
         own = routing[0][:first], routing[1][:first]
         if expert_stream.fits(ops, table, shared, own[0].shape[1]):
-            expert_stream.experts(ops, x[:first], own, table, shared, out[:first], adds, tickets)
+            mail = tickets, posts
+            expert_stream.experts(ops, x[:first], own, table, shared, out[:first], adds, *mail)
         else:
             _by_rows(ops, x[:first], own, table, out[:first], adds)
             _add_shared(ops, x[:first], shared, out[:first], EVERY_ROW_ALONE)

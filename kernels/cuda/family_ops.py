@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cuda import expert_stream, plain, sparse
 from voltapile.kernels.cuda.device import Pinned
-from voltapile.kernels.cuda.expert_table import ExpertTable
+from voltapile.kernels.cuda.expert_table import POSTS, ExpertTable
 from voltapile.kernels.cuda.experts import TICKETS
 from voltapile.kernels.cuda.families import CudaFamilies, shared_of
 from voltapile.kernels.cuda.file_table import NUMBER, ROWS, Checked, FileTable, Stage
@@ -27,6 +27,7 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.tickets = self.zeros((TICKETS,), np.uint32)
+        self.posts = self.zeros((POSTS,), np.uint64)
         self.porter, self._pinned = Porter(self), list[Pinned]()
         self._stages: list[Stage] = []
 
@@ -87,8 +88,8 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
     ) -> DeviceArray:
         if add_to is None and self._can_push((len(x), x.shape[1])):
             out = self.scratch(x.shape)
-            other, tickets = shared_of(shared), self.tickets
-            end = expert_stream.begun(self, x, routing, table, other, out, tickets)
+            mail = self.tickets, self.posts_of(routing[0])
+            end = expert_stream.begun(self, x, routing, table, shared_of(shared), out, *mail)
             if end is not None:
                 return self._ends_late(out, end)
         self._changes(add_to, x)

@@ -1,9 +1,10 @@
 // Down of a token's chosen experts and their weighted sum, for few generated rows from sm_80 on,
 // and with it the expert that every token takes. A block has 16 rows of all of them: their bytes,
 // contiguous whether they lie by tiles or by rows, are on their way to its shared memory before
-// tokens come; then a warp takes one chunk of one expert, or a few. -D FORMAT; OTHER, of the expert that every token takes; ALONE 1 if there is
-// none; WARPS, as many as a block may have; TILES 1 and MANY 0; PUSH 1, where what is made is this
-// rank's part of a sum and goes to the others at once.
+// tokens come; then a warp takes one chunk of one expert, or a few. -D FORMAT; OTHER, of the
+// expert that every token takes; ALONE 1 if there is none; WARPS, as many as a block may have;
+// TILES 1 and MANY 0; PUSH 1, where what is made is this rank's part of a sum and goes to the others
+// at once.
 #include "expert_chunks.cuh"
 #include "expert_fetch.cuh"
 #include "expert_mail.cuh"
@@ -37,14 +38,22 @@ struct Present {
   // By each warp for itself, with the same result: then loads come first, and nobody waits.
   // Before the wait, so past the first cache, which may hold an earlier layer's.
   __device__ __forceinline__ void find(const Experts& experts, const int* chosen,
-                                       const float* shares, int used) {
+                                       const float* shares, const Post* posts, unsigned tag,
+                                       int used) {
     const int lane = threadIdx.x & 31;
-    const Expert* own = lane < used ? experts.find(__ldcg(chosen + lane)) : nullptr;
+    const Expert* own = nullptr;
+    float share = 0.0f;
+    if (lane < used) {
+      const Post post = tag ? look_for(posts, lane, tag) : 0;
+      if (tag && post == 0) grid_wait();
+      own = experts.find(post ? expert_of(post) : __ldcg(chosen + lane));
+      share = post ? share_of(post) : __ldcg(shares + lane);
+    }
     const unsigned there = __ballot_sync(~0u, own != nullptr);
     const int at = __popc(there & ((1u << lane) - 1));
     if (own != nullptr) {
       down[at] = own->matrices[DOWN];
-      weights[at] = __ldcg(shares + lane);
+      weights[at] = share;
       ranks[at] = lane;
     }
     if (lane == 0) count = __popc(there);
@@ -76,14 +85,6 @@ struct Rows {
   }
 };
 
-// Numbers that expert_up_stream may not have written yet.
-struct Mail {
-  static __device__ __forceinline__ float4 four(const float* from) { return look_at_four(from); }
-  static __device__ __forceinline__ float4 four(const float* row, int column, int k) {
-    if (column < k) return four(row + column);
-    return {-0.0f, -0.0f, -0.0f, -0.0f};
-  }
-};
 __device__ __forceinline__ bool is_there(const float4& v) {
   return min(min(__float_as_uint(v.x), __float_as_uint(v.y)),
              min(__float_as_uint(v.z), __float_as_uint(v.w))) != 0;
@@ -120,12 +121,13 @@ __device__ __forceinline__ void join_chunks(const Present& here, const float* ke
 // order of `chosen`, then the one that all take. tiled: bit 0 if experts lie by tiles, 1 if the one
 // that all take does. What was chosen and what is added to are there before the wait, since
 // expert_up_stream is the kernel before; so it has asked for all of its own weights. mailed: inner
-// and behind it other_inner are mail of so many numbers, and a ticket; 0: they are not.
-extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALONE ? 3 : 2)
+// and behind it other_inner are mail of so many numbers, and a ticket; 0: they are not. posts, tag: as of `route`, of
+// one token; or tag 0.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, IS_ALONE ? 3 : 2)
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, float* inner, int mailed, float* out, int used,
                        int k, int rows, int accumulate, int tiled, const std::uint8_t* other_down,
-                       const float* other_inner, int other_k
+                       const float* other_inner, int other_k, Post* posts, unsigned tag
 #if PUSH
                        , const Group* group, int rank, int ranks
 #endif
@@ -147,7 +149,8 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
   const Rows<O> other_tile(IS_ALONE ? 0 : other_k, tiled & 2);
   const Chunks<F> cut{k};
   const Chunks<O> other_cut{other_tile.k};
-  here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, used);
+  here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, posts, tag,
+            used);
   __syncwarp();
   const int chunks = cut.count(), items = here.count * chunks, others = other_cut.count();
   const int results = here.count + (others > 0), all = items + others;
@@ -170,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
   const float* others_inner = other_inner + token * other_k;
   const auto load = [&](const Walk& at, int item) {
     return !IS_ALONE && item >= items
-               ? other_cut.load<Mail>(others_inner, item - items, lane)
-               : cut.load<Mail>(own_inner + here.ranks[at.tile] * k, at.chunk, lane);
+               ? other_cut.load<Fresh>(others_inner, item - items, lane)
+               : cut.load<Fresh>(own_inner + here.ranks[at.tile] * k, at.chunk, lane);
   };
   // One of an item's numbers, of which blocks look at several.
   const auto sign = [&](const Walk& at, int item) {
@@ -221,10 +224,12 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
   __syncthreads();
   join_chunks(here, kept, chunks, others, sums);
   __syncthreads();
-  if (is_read)
+  if (is_read) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < mailed / 4; i += blockDim.x)
       reinterpret_cast<float4*>(inner)[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+    if (tag && threadIdx.x < used) posts[POST_STEP * threadIdx.x] = 0;
+  }
   if (!writes) return;
   float sum = 0.0f;
 #pragma unroll 4

@@ -1,6 +1,9 @@
-// What expert_up_stream writes for expert_down_stream, which is there before that ends: each number
-// is there when it is no longer 0, so nobody has to wait for a whole kernel and its last block. A
-// number that is 0 becomes -0, which changes no sum. Who has read all leaves zeros.
+// What a kernel of chosen experts writes for the next one, which is there before it ends and need not
+// wait for a whole kernel and its last block. Who has read all leaves zeros.
+//
+// From expert_up_stream to expert_down_stream: each number is there when it is no longer 0. A number
+// that is 0 becomes -0, which changes no sum. From route to both: of each rank an expert and its
+// share, with a tag of these launches, since not all that is posted is read.
 #pragma once
 #include "grid.cuh"
 #include "half.cuh"
@@ -37,6 +40,50 @@ __device__ __forceinline__ float4 look_at_four(const float* from) {
                : "memory");
   return v;
 #endif
+}
+
+// How to load what may not be there yet, and in no case what the first cache has. As Known.
+struct Fresh {
+  static __device__ __forceinline__ float4 four(const float* from) { return look_at_four(from); }
+  static __device__ __forceinline__ float4 four(const float* row, int column, int k) {
+    if (column < k) return four(row + column);
+    return {-0.0f, -0.0f, -0.0f, -0.0f};
+  }
+};
+
+using Post = unsigned long long;  // a share, a tag of 16 bits, an expert
+constexpr int POST_STEP = 32;     // ranks are 256 bytes apart, for many look at them
+
+__device__ __forceinline__ void post_choice(Post* posts, unsigned rank, unsigned tag,
+                                            unsigned expert, float share) {
+  const Post post = static_cast<Post>(__float_as_uint(share)) << 32 | tag << 16 | expert;
+#ifdef VP_EMULATION
+  posts[POST_STEP * rank] = post;
+#else
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(posts + POST_STEP * rank), "l"(post)
+               : "memory");
+#endif
+}
+// Waits for it. 0 if it does not come, so that one has to wait for the kernel.
+__device__ __forceinline__ Post look_for(const Post* posts, unsigned rank, unsigned tag) {
+#pragma unroll 1
+  for (int looks = 0; looks < MOST_LOOKS; ++looks) {
+    Post post;
+#ifdef VP_EMULATION
+    post = posts[POST_STEP * rank];
+#else
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                 : "=l"(post)
+                 : "l"(posts + POST_STEP * rank)
+                 : "memory");
+#endif
+    if ((static_cast<unsigned>(post) >> 16) == tag) return post;
+  }
+  return 0;
+}
+__device__ __forceinline__ int expert_of(Post post) { return post & 0xffff; }
+__device__ __forceinline__ float share_of(Post post) {
+  return __uint_as_float(static_cast<unsigned>(post >> 32));
 }
 
 // Those who read the same mail: `warps` of this block, and so of others.

@@ -127,10 +127,11 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
 // a ticket; blocks start in order, so the others have started. router: [experts][k], of -D KIND;
 // k is a multiple of 4. inbox: [tokens][experts], zeros between two launches; counts: [2][experts],
 // of prompts' tokens and of the first `generated` ones. Shared: Choice of each token of a block,
-// which are 1, 2, 4 or 8.
+// which are 1, 2, 4 or 8. posts, tag: of one token, for experts' kernels (expert_mail.cuh); or tag 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 route(const float* x, const void* router, unsigned* inbox, int* chosen, float* weights, u64* counts,
-      int experts, int used, int tokens, int generated, int k, int is_rounded) {
+      int experts, int used, int tokens, int generated, int k, int is_rounded, Post* posts,
+      unsigned tag) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   const int first = blockIdx.y * 8, count = min(8, tokens - first);
@@ -147,7 +148,7 @@ route(const float* x, const void* router, unsigned* inbox, int* chosen, float* w
   grid_wait();
   if (is_there) collect(inbox + token * experts, own.keys, experts, crew);
   choose(own, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), is_there ? used : 0, crew);
+         counts + (token < generated ? experts : 0), is_there ? used : 0, crew, posts, tag);
 }
 
 // grid: (experts / 128, tokens / 32), 128 threads: logits of prompts. A warp has eight tokens, a

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda import experts, matmul
+from voltapile.kernels.cuda.expert_table import POSTS
 from voltapile.kernels.cuda.families import CudaFamilies
 from voltapile.kernels.cuda.file_table import NUMBER, FileTable, Stage
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Kernel
@@ -36,6 +37,10 @@ class EmulatedFamilies(CudaFamilies, EmulatedOps):
     @functools.cached_property
     def tickets(self) -> DeviceArray:
         return self.zeros((experts.TICKETS,), np.uint32)
+
+    @functools.cached_property
+    def posts(self) -> DeviceArray:
+        return self.zeros((POSTS,), np.uint64)
 
     @functools.cached_property
     def porter(self) -> Porter:

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import expert_stream
+from voltapile.kernels.cuda import expert_stream, experts
 from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
+from voltapile.kernels.cuda.families import shared_of
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.families import SharedExpert
 
 from .emulated_families import EmulatedFamilies
 from .emulation import has_compiler
-from .test_families import REF, normal, weights_of
+from .test_families import REF, batch_of, device, normal, weights_of
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="there is no g++")
 SLOW = pytest.mark.slow
@@ -84,6 +85,45 @@ def test_shared_expert(
     monkeypatch.setattr(expert_stream, "DOWN_WARPS", 2)  # each with several chunks in turn
     np.testing.assert_array_equal(found(slice(8, 11)), together[8:11])
     assert not ops.view(ops.tickets).any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("other", [None, "Q4_K"])
+def test_choice_is_posted(folder: Path, arch: int, other: str | None) -> None:
+    """From the router to both kernels, for one token; what nobody has read is no choice later."""
+    ops = EmulatedFamilies(arch, folder, max_shared(arch))
+    shapes = [(4, 32, 256), (4, 32, 256), (4, 256, 32)]
+    names = ["Q4_K", "Q4_K", "Q8_0"]
+    made = [weights_of(ops, np.zeros(each), name) for each, name in zip(shapes, names, strict=True)]
+    table, truth = (
+        each.expert_table(*(m[i] for m in made), 1) for i, each in enumerate((ops, REF))
+    )
+    shared: tuple[Any, Any] = (None, None)
+    if other is not None:
+        more = [weights_of(ops, np.zeros((32, 256)), other) for _ in range(2)]
+        more.append(weights_of(ops, np.zeros((256, 32)), "Q8_0"))
+        shared = tuple(SharedExpert(*(m[i] for m in more), None) for i in range(2))
+    mine, theirs = weights_of(ops, normal(5, 6, 256))
+    counts = ops.array(np.zeros((2, 6), np.int64))
+    for seed in range(3):
+        x, batch = normal(seed, 1, 256), batch_of([0], [0])
+        routing = ops.route(ops.array(x), mine, 3, counts, device(ops, batch))
+        assert ops.view(ops.posts).any()
+        if seed == 1:
+            continue  # its posts stay
+        expected = REF.route(x, theirs, 3, np.zeros((2, 6), np.int64), batch)
+        posts = ops.posts_of(routing[0])
+        assert posts.tag == seed + 1
+        # What is posted counts, and not what is elsewhere.
+        unread = routing[0], ops.array(np.zeros((1, 3), np.float32))
+        found = ops.to_host(ops.experts(ops.array(x), unread, table, None, shared[0]))
+        right = REF.experts(x, expected, truth, None, shared[1])
+        np.testing.assert_allclose(found, right, atol=1e-3 * np.abs(right).max())
+        assert not ops.view(ops.posts).any()
+        assert not ops.view(ops.tickets).any()
+        without = experts.experts(ops, ops.array(x), routing, table, shared=shared_of(shared[0]))
+        np.testing.assert_array_equal(ops.to_host(without), found)
 
 
 def _layer(
