@@ -19,7 +19,7 @@ def decode_shared(dim: int, kind: int, tiles: int, arch: int, blocks: int = SHAR
     """Bytes of struct Shared in attention_decode.cu, for blocks of such clusters."""
     rows, pitch, is_copied = 16 * tiles, dim + 8, arch >= 80 and kind != ANY
     step = 32 * pitch if not is_copied else 18 * dim if kind == KINDS["q8_0"] else 32 * dim
-    stages = 1 if dim > 128 else 3 if kind == KINDS["q8_0"] else 2
+    stages = (1 if dim > 128 else 2) + (kind == KINDS["q8_0"])
     steps = 2 * stages if is_copied else 1
     bells = 8 * STRANDS * (steps if arch >= CLUSTERS_FROM else 1)
     ends = 32 * STRANDS * pitch

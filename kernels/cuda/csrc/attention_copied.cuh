@@ -18,7 +18,7 @@ struct Either<false, First, Second> {
 
 #if VP_ARCH >= 800
 // Steps that are under way; bytes in flight are what memory's speed needs.
-constexpr int STAGES = DIM > 128 ? 1 : KIND == Q8_0 ? 3 : 2;
+constexpr int STAGES = (DIM > 128 ? 1 : 2) + (KIND == Q8_0);
 constexpr bool HAS_BELLS = VP_ARCH >= 900;
 
 __device__ __forceinline__ unsigned place_in_page(int p) { return static_cast<unsigned>(p) % PAGE; }

@@ -129,6 +129,7 @@ WIDTHS = [
     {"dim": 96, "heads": 12, "kv_heads": 1},
     {"dim": 128, "heads": 8, "kv_heads": 1, "types": ("q8_0", "q8_0")},
     {"dim": 256, "heads": 6, "kv_heads": 1},
+    {"dim": 256, "heads": 2, "kv_heads": 1, "types": ("q8_0", "q8_0")},
     {"dim": 40, "value_dim": 24, "heads": 3, "kv_heads": 3},
     {"dim": 64, "heads": 2, "kv_heads": 1, "types": ("q8_0", "q4_0")},
     {"dim": 160, "heads": 2, "kv_heads": 1, "types": ("q4_0", "f16")},
@@ -136,7 +137,7 @@ WIDTHS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [*ARCHS, 90])
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
 def test_widths_and_types(ops_for: Callable[[int], Any], arch: int, width: dict[str, Any]) -> None:
     world = World(ops_for(arch), ops_for(arch).array, Case([(0, 66, 2), (1, 0, 12)], **width))
