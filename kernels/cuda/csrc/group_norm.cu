@@ -51,12 +51,12 @@ struct Place {
 };
 
 // This rank's part of the row, to all others; neighbours write what lies side by side.
-__device__ __forceinline__ void push(const Group* group, unsigned exchange, const Place& at,
+__device__ __forceinline__ void push(const Peer* peers, unsigned exchange, const Place& at,
                                      const float4 (&values)[HELD], int rank, int ranks) {
 #pragma unroll 1
   for (int r = 0; r < ranks; ++r) {
     if (r == rank) continue;
-    uint4* to = row_of(group->peers[r].out, exchange, blockIdx.x) + threadIdx.x;
+    uint4* to = row_of(peers[r].out, exchange, blockIdx.x) + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       if (at.has(i)) store_four(to + i * ROW_THREADS, hidden(values[i]));
@@ -102,6 +102,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
                float eps, int rank, int ranks, int is_pushed, int accumulate) {
   __shared__ float scratch[32];
   __shared__ unsigned number;
+  __shared__ Peer peers[MOST_RANKS];  // near, since each is asked for when the one before has come
   const int lane = threadIdx.x & 31, runs = (n + RUN - 1) / RUN;
   const float inverse = 1.0f / n;
   const Place at = {n / 4};
@@ -112,6 +113,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   if (weight != nullptr) at.fetch(weight, weights);
   const bool keeps_count = threadIdx.x == blockDim.x - 1;
   unsigned* ended = group->ended + blockIdx.x;
+  if (threadIdx.x < ranks) peers[threadIdx.x] = group->peers[threadIdx.x];
   if (keeps_count) number = count_on(group->rows + blockIdx.x);
   __syncthreads();
   grid_launch();
@@ -124,7 +126,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   if (!is_pushed) {
     grid_wait();
     own();
-    push(group, exchange, at, values, rank, ranks);
+    push(peers, exchange, at, values, rank, ranks);
   } else {
     if (keeps_count) {
       while (load_fresh(ended) != exchange && !wait.is_over(rank)) {
@@ -136,7 +138,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
 #pragma unroll 1  // what a wait that lasts does is long
   for (int i = 0; i < ranks; ++i) {
     const int r = ranks == 2 ? i ^ rank : i;  // the sum of two is the same either way
-    if (r != rank || is_pushed) pull(group->peers[r], r, exchange, at, wait, values);
+    if (r != rank || is_pushed) pull(peers[r], r, exchange, at, wait, values);
     else if (i > 0) own();  // again: there are no registers for it meanwhile
     // Whoever has sent this rank's part has waited for whoever has made x.
     if (r == rank && accumulate) at.fetch(x + begin, before);

@@ -251,9 +251,9 @@ extern "C" __global__ void __launch_bounds__(256)
     best_of_parts(const float* logits, u64* parts_best, int vocab) {
   __shared__ u64 join[32];
   grid_launch();
-  grid_wait();
   const int size = (vocab + gridDim.x - 1) / gridDim.x;
   const int first = blockIdx.x * size, last = min(first + size, vocab);
+  grid_wait();
   logits += static_cast<long long>(blockIdx.y) * vocab;
   u64 best = 0;
 #pragma unroll 1
