@@ -10,7 +10,11 @@
 
 namespace voltapile {
 
+#ifdef VP_EMULATION
+constexpr int MOST_LOOKS = 1 << 30;
+#else
 constexpr int MOST_LOOKS = 1 << 14;  // some milliseconds; then one waits for the kernel after all
+#endif
 
 __device__ __forceinline__ void post(float* to, float value) {
   value = value == 0.0f ? -0.0f : value;
@@ -22,7 +26,7 @@ __device__ __forceinline__ void post(float* to, float value) {
 }
 __device__ __forceinline__ unsigned look_at_one(const float* from) {
 #ifdef VP_EMULATION
-  return __float_as_uint(*from);
+  return *reinterpret_cast<const volatile unsigned*>(from);
 #else
   unsigned value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
@@ -31,7 +35,8 @@ __device__ __forceinline__ unsigned look_at_one(const float* from) {
 }
 __device__ __forceinline__ float4 look_at_four(const float* from) {
 #ifdef VP_EMULATION
-  return *reinterpret_cast<const float4*>(from);
+  const volatile float* v = from;
+  return {v[0], v[1], v[2], v[3]};
 #else
   float4 v;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
@@ -70,7 +75,7 @@ __device__ __forceinline__ Post look_for(const Post* posts, unsigned rank, unsig
   for (int looks = 0; looks < MOST_LOOKS; ++looks) {
     Post post;
 #ifdef VP_EMULATION
-    post = posts[POST_STEP * rank];
+    post = *const_cast<const volatile Post*>(posts + POST_STEP * rank);
 #else
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
                  : "=l"(post)

@@ -3,6 +3,8 @@ own source, against the reference."""
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from voltapile.kernels.cuda import expert_stream, experts
 from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.families import shared_of
-from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
 from voltapile.kernels.families import SharedExpert
 
 from .emulated_families import EmulatedFamilies
@@ -124,6 +126,52 @@ def test_choice_is_posted(folder: Path, arch: int, other: str | None) -> None:
         assert not ops.view(ops.tickets).any()
         without = experts.experts(ops, ops.array(x), routing, table, shared=shared_of(shared[0]))
         np.testing.assert_array_equal(ops.to_host(without), found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_that_are_early(folder: Path, monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
+    """What they read comes while they run: the choice, then numbers, the last one last."""
+    ops = EmulatedFamilies(arch, folder, max_shared(arch))
+    shapes, names = [(4, 64, 256), (4, 64, 256), (4, 256, 64)], ["Q4_K", "Q4_K", "Q5_1"]
+    made = [weights_of(ops, np.zeros(each), name) for each, name in zip(shapes, names, strict=True)]
+    table, (router, _) = (
+        ops.expert_table(*(m[0] for m in made), 1),
+        weights_of(ops, normal(5, 6, 256)),
+    )
+    counts = ops.array(np.zeros((2, 6), np.int64))
+
+    def step() -> np.ndarray:
+        x = ops.array(normal(3, 1, 256))
+        routing = ops.route(x, router, 4, counts, device(ops, batch_of([0], [0])))
+        return np.array(ops.to_host(ops.experts(x, routing, table)))
+
+    right, kernel = step(), ops.kernel
+
+    def late(instance: Instance) -> Kernel:
+        def call(*args: Any, **named: Any) -> None:
+            mail = [ops.view(each).reshape(-1) for each in (ops.posts, ops.tickets)]
+            whole = [each.copy() for each in mail]
+            for each in mail:
+                each[:] = 0
+            running = threading.Thread(target=kernel(instance), args=args, kwargs=named)
+            running.start()
+            for each, values in zip(mail, whole, strict=True):
+                for part in np.array_split(np.flatnonzero(values), 2):
+                    time.sleep(0.02)
+                    assert running.is_alive()
+                    each[part] = values[part]
+                if instance.function == "expert_up_stream":
+                    break  # which writes the tickets itself
+            running.join(60)
+            assert not running.is_alive()
+
+        return call if instance.function in STREAMED else kernel(instance)
+
+    monkeypatch.setattr(ops, "kernel", late)
+    np.testing.assert_array_equal(step(), right)
+    assert not ops.view(ops.posts).any()
+    assert not ops.view(ops.tickets).any()
 
 
 def _layer(
