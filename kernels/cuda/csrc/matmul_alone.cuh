@@ -51,8 +51,9 @@ struct Groups {
   uint4 b[4];  // the token's bytes: of the even group, of the odd one
   int even[4] = {}, odd[4] = {};  // of both rows sums of upper bytes, of lower ones
 
+  static __device__ __forceinline__ int run_of(const Tile& tile) { return (tile.unit(0) + 3) & 3; }
   __device__ __forceinline__ Groups(const std::uint8_t* token, const Tile& tile)
-      : run((tile.unit(0) + 3) & 3) {
+      : run(run_of(tile)) {
     const int n = tile.token();
     const std::uint8_t* own = token + 128 * run + 32 * (n & 1);
     const bool is_own = n >> 1 == tile.unit(0);
@@ -97,43 +98,60 @@ template <>
 struct Alone<formats::Q4_K> {
   using F = formats::Q4_K;
 
+  // What a lane reads of weights.
+  struct Chunk {
+    Heads heads[2];
+    uint4 words[2][2];  // of its run, half after half, of both rows
+
+    __device__ __forceinline__ Chunk() {}
+    __device__ __forceinline__ Chunk(const std::uint8_t* memory, const int (&at)[Tile::ROWS],
+                                     const Tile& tile) {
+      const int run = Groups<false>::run_of(tile);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const std::uint8_t* row = memory + at[i];
+        heads[i].v = *reinterpret_cast<const uint4*>(row);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          words[half][i] =
+              *reinterpret_cast<const uint4*>(row + 16 + 32 * run + 16 * (half ^ (run & 1)));
+      }
+    }
+  };
+
   static __device__ __forceinline__ void multiply(const std::uint8_t* memory,
                                                   const int (&at)[Tile::ROWS],
                                                   const std::uint8_t* token, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
+    multiply(Chunk(memory, at, tile), token, tile, part);
+  }
+  static __device__ __forceinline__ void multiply(const Chunk& chunk, const std::uint8_t* token,
+                                                  const Tile& tile,
+                                                  float (&part)[PASSES][Tile::VALUES]) {
     using T = BlockTokens<F>;
     Groups<false> groups(token, tile);
     const int p = tile.unit(0), turned = groups.run & 1;
-    Heads heads[2];
     float scale[2][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      heads[i].v = *reinterpret_cast<const uint4*>(memory + at[i]);
-      const unsigned four = heads[i].scales(groups.run >> 1);
+      const unsigned four = chunk.heads[i].scales(groups.run >> 1);
       scale[i][0] = Heads::number_at(four, 2 * turned, 0x4b000000);
       scale[i][1] = Heads::number_at(four, 2 * turned + 1, 0x49000000);
     }
-    const Unit least[2] = {heads[0].minima_of(p), heads[1].minima_of(p)};
+    const Unit least[2] = {chunk.heads[0].minima_of(p), chunk.heads[1].minima_of(p)};
     const uint2 pair = T::sums(token, p);
     const Unit sums{{pair.x, pair.y, 0, 0}};
     float c[Tile::VALUES] = {};
     Tile::multiply(c, least, &sums, 0);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint4 w[2];
+    for (int k = 0; k < 4; ++k) {
+      unsigned low[4], high[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        w[i] = *reinterpret_cast<const uint4*>(memory + at[i] + 16 + 32 * groups.run +
-                                               16 * (half ^ turned));
-#pragma unroll
-      for (int k = 0; k < 4; k += 2) {
-        const unsigned a[4] = {word_of(w[0], k), word_of(w[1], k), word_of(w[0], k + 1),
-                               word_of(w[1], k + 1)};
-        unsigned low[4], high[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) low[i] = a[i] & 0x0f0f0f0f, high[i] = without(a[i], low[i]);
-        groups.add(2 * half + k / 2, low, high);
+      for (int i = 0; i < 4; ++i) {
+        const unsigned word = word_of(chunk.words[k / 2][i & 1], 2 * (k & 1) + i / 2);
+        low[i] = word & 0x0f0f0f0f, high[i] = without(word, low[i]);
       }
+      groups.add(k, low, high);
     }
     float sum[2], of_group[2][2];
 #pragma unroll
@@ -144,7 +162,7 @@ struct Alone<formats::Q4_K> {
     const float factor = *reinterpret_cast<const float*>(token + T::SCALE);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 by = half_values(heads[i].v.x);
+      const float2 by = half_values(chunk.heads[i].v.x);
       part[0][2 * i] = factor * fmaf(by.x * 0x1p-24f, sum[i], by.y * -64.0f * c[2 * i]);
       part[0][2 * i + 1] = 0;
     }

@@ -69,14 +69,16 @@ struct Items {
         chunks(chunks_of<F>(all.k)), count(IS_ALONE ? chunks : all.tokens * chunks) {}
 
   // Of one token that has no more chunks than there are warps: those that are left over do the last
-  // one, too, since nothing is faster than having nothing to decide.
-  __device__ __forceinline__ void stage_few() {
+  // one, too, since nothing is faster than having nothing to decide. meanwhile(): what there is to do
+  // until the first columns come.
+  template <class Meanwhile>
+  __device__ __forceinline__ void stage_few(const Meanwhile& meanwhile) {
     const int chunk = min(first, chunks - 1);
     const float* from = all.x + chunk * RUN;
-    if (norm.gain == nullptr) {
-      load_one(0, from + column(), O::APART);
-    } else {
-      load_one(0, from + 8 * lane, 4);
+    const bool is_natural = norm.gain != nullptr;
+    load_one(0, from + (is_natural ? 8 * lane : column()), is_natural ? 4 : O::APART);
+    meanwhile();
+    if (is_natural) {
       const float sum = warp_join(squares_of(a[0], b[0]), Add());
       if (lane == 0) norm.sums[chunk] = sum;
       if (!IS_IN_ORDER) load_one(0, from + column(), O::APART);
@@ -86,10 +88,12 @@ struct Items {
     }
     put(0, 0, chunk);
   }
-  __device__ __forceinline__ void stage() {
+  template <class Meanwhile>
+  __device__ __forceinline__ void stage(const Meanwhile& meanwhile) {
     const bool is_normed = norm.gain != nullptr;
+    load(first, is_normed);
+    meanwhile();
     if (is_normed) add_up();
-    else load(first, false);
     if constexpr (IS_ALONE) put_alone(is_normed);
     else put_each(is_normed);
   }
@@ -107,9 +111,9 @@ struct Items {
     for (int i = 0; i < SEVERAL; ++i, from += STEP * RUN)
       if (item + i * STEP < count) load_one(i, from, is_natural ? 4 : O::APART);
   }
-  // Sums of squares of all items, in the order of norm_row.cuh. Then the first ones are there.
+  // Sums of squares of all items, in the order of norm_row.cuh; the first ones are there, and are
+  // again in the end.
   __device__ __forceinline__ void add_up() {
-    load(first, true);
 #pragma unroll 1
     for (int item = first;;) {
 #pragma unroll
@@ -184,15 +188,19 @@ struct Items {
   }
 };
 
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+
 // All tokens' columns, to `memory`. To be normed, items are read twice, unless SEVERAL are all and
-// lie in the order of norm_row.cuh.
-template <class F>
+// lie in the order of norm_row.cuh. Each warp calls meanwhile() once, while it waits.
+template <class F, class Meanwhile = Nothing>
 __device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
-                                      int first, int lane) {
+                                      int first, int lane, const Meanwhile& meanwhile = {}) {
   Items<F, true> alone(all, norm, memory, first, lane);
-  if (ONE && alone.chunks <= alone.STEP) alone.stage_few();
-  else if (ONE || all.tokens == 1) alone.stage();
-  else Items<F, false>(all, norm, memory, first, lane).stage();
+  if (ONE && alone.chunks <= alone.STEP) alone.stage_few(meanwhile);
+  else if (ONE || all.tokens == 1) alone.stage(meanwhile);
+  else Items<F, false>(all, norm, memory, first, lane).stage(meanwhile);
 }
 
 #endif
