@@ -69,8 +69,8 @@ struct Items {
         chunks(chunks_of<F>(all.k)), count(IS_ALONE ? chunks : all.tokens * chunks) {}
 
   // Of one token that has no more chunks than there are warps: those that are left over do the last
-  // one, too, since nothing is faster than having nothing to decide. meanwhile(): what there is to do
-  // until the first columns come.
+  // one, too, since nothing is faster than having nothing to decide. meanwhile(): what to do until
+  // the first columns come.
   template <class Meanwhile>
   __device__ __forceinline__ void stage_few(const Meanwhile& meanwhile) {
     const int chunk = min(first, chunks - 1);
