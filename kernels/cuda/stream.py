@@ -16,7 +16,7 @@ from voltapile.kernels.cuda.chunks import CHUNKS, Chunk
 from voltapile.kernels.cuda.launch import Instance
 from voltapile.shm.formats import row_bytes
 
-ARCH = 80  # from which on
+ARCH, EARLY = 80, 90  # from which on, and from which on a kernel starts before the last has ended
 WARPS, ROWS, TOKENS = 8, 16, 8
 # A product norms tokens itself (norms.py) that are so many parts of 256 columns at most. Each block
 # reads them twice, past two parts a warp from far away, which a launch for all blocks does once.
@@ -88,6 +88,7 @@ class Task:
     most_shared: int
     is_normed: bool = False  # tokens are to be normed first
     is_tiled: bool = True  # all matrices: tiles.py
+    is_early: bool = True  # the next product starts before this one has ended
 
     @property
     def units(self) -> int:
@@ -157,7 +158,7 @@ def deal(task: Task) -> Deal | None:
         return None
     if task.is_normed and not _norms(task):
         return None
-    if task.tokens == 1:
+    if task.tokens == 1 and task.is_early:
         found = _dealt(task, min(map(LONE_TEAMS.__getitem__, pair)), True)
         if found is not None:
             return found

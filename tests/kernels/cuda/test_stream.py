@@ -220,6 +220,14 @@ def test_long_products_of_one_token_take_both_halves() -> None:
     assert [blocks(rows) for rows in (1600, 12288, 151936)] == [100, 132, 264]
 
 
+def test_only_where_products_start_early_one_token_takes_a_half(folder: Path) -> None:
+    for arch, is_half in ((80, False), (90, True)):
+        ops = ops_of(arch, folder)
+        weight = ops.weight(random_raw("Q4_K", 48, 768), "Q4_K", (48, 768))
+        matmul.linear(ops, ops.array(activations(1, 768)), weight)
+        assert (ops.launched[-1][0] in stream.ALONE.values()) == is_half
+
+
 def test_two_formats_are_dealt_by_their_bytes() -> None:
     def first(rows: int, other_rows: int) -> int:
         pair, others = ("Q4_K", "Q6_K"), (other_rows,) if other_rows else ()
