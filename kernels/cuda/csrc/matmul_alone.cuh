@@ -71,10 +71,13 @@ struct Groups {
     mma_codes<IS_SIGNED>(even, of_even, word_of(one, word), word_of(one, word + 1));
     mma_codes<IS_SIGNED>(odd, of_odd, word_of(other, word), word_of(other, word + 1));
   }
-  // Of row i and an even or odd group: what is exact.
-  __device__ __forceinline__ float sum_of(int i, int is_odd) const {
+  // Of row i and an even or odd group.
+  __device__ __forceinline__ int whole_of(int i, int is_odd) const {
     const int(&own)[4] = is_odd ? odd : even;
-    return static_cast<float>(256 * own[2 * i] + own[2 * i + 1]);
+    return 256 * own[2 * i] + own[2 * i + 1];
+  }
+  __device__ __forceinline__ float sum_of(int i, int is_odd) const {  // which is exact
+    return static_cast<float>(whole_of(i, is_odd));
   }
   // Goes through the runs in order: add(i, sum) adds a lane's own to that of row i. Only lane 0's
   // sums are whole.
@@ -219,28 +222,30 @@ struct Alone<formats::Q5_K> {
                                                   const std::uint8_t* token, const float* sums,
                                                   float factor, const Tile& tile,
                                                   float (&part)[PASSES][Tile::VALUES]) {
-    Groups<false> groups(token, tile);
+    Groups<false> groups(token, tile), fifths = groups;  // four bits of codes, and the fifth ones
     const int run = groups.run, turned = run & 1;
+    const unsigned of_even = 0x01010101u << 2 * run, of_odd = of_even << 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint4 low[2], fifth[2];
+      uint4 words[2], ups[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const std::uint8_t* from = rows[i] + 16 * (half ^ turned);
-        fifth[i] = *reinterpret_cast<const uint4*>(from + 16);
-        low[i] = *reinterpret_cast<const uint4*>(from + 48 + 32 * run);
+        ups[i] = *reinterpret_cast<const uint4*>(from + 16);
+        words[i] = *reinterpret_cast<const uint4*>(from + 48 + 32 * run);
       }
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        unsigned a[2][4];
+        unsigned low[4], high[4], even[4], odd[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const unsigned w = word_of(low[i & 1], 2 * k + i / 2);
-          const unsigned up = moved(word_of(fifth[i & 1], 2 * k + i / 2), 4 - 2 * run);
-          a[0][i] = (w & 0x0f0f0f0f) | (up & 0x10101010);
-          a[1][i] = (w >> 3 & 0x1e1e1e1e) | (up & 0x20202020);  // twice
+          const unsigned word = word_of(words[i & 1], 2 * k + i / 2);
+          const unsigned up = word_of(ups[i & 1], 2 * k + i / 2);
+          low[i] = word & 0x0f0f0f0f, high[i] = without(word, low[i]);
+          even[i] = up & of_even, odd[i] = up & of_odd;
         }
-        groups.add(2 * half + k, a[0], a[1]);
+        groups.add(2 * half + k, low, high);
+        fifths.add(2 * half + k, even, odd);
       }
     }
     const float all[2] = {sums[2 * run] * 0x1p24f, sums[2 * run + 1] * 0x1p24f};
@@ -256,7 +261,11 @@ struct Alone<formats::Q5_K> {
         const float s = d.x * Heads::number_at(scales, 2 * turned + odd, 0x4b000000);
         const float least = Heads::number_at(minima, 2 * turned + odd, 0x4b000000);
         scale[i][odd] = {s, -(32 * s + d.y * least)};
-        of_group[i][odd] = fmaf(all[odd], 32.0f, groups.sum_of(i, odd) * (odd ? 0.5f : 1.0f));
+        // 4 or 16 times the sum, which is exact.
+        const int whole = groups.whole_of(i, odd) * (odd ? 1 : 4) +
+                          fifths.whole_of(i, odd) * ((odd ? 128 : 64) >> 2 * run);
+        const float codes = static_cast<float>(whole) * (odd ? 0x1p-4f : 0x1p-2f);
+        of_group[i][odd] = fmaf(all[odd], 32.0f, codes);
       }
     }
     groups.join(tile, sum, [&](int i, float before) {
