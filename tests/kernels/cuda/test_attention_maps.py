@@ -172,6 +172,16 @@ def test_many_launches_give_the_same(ops_for: Callable[[int], Any]) -> None:
         np.testing.assert_array_equal(world.run(len(together) - 1, None, 1)[0], together[-1])
 
 
+@pytest.mark.parametrize("wide", [2, 4, 5, 6, 8, 10, 12, 16, 32])
+def test_eight_rows_have_a_piece_in_eight_banks(wide: int) -> None:
+    """Of rows as pages have them from sm_80 on: ldmatrix reads a piece of eight at once."""
+    pieces = np.tile(np.repeat(np.arange(wide, dtype=np.uint8), 16), (twin.PAGE, 1))
+    places = np.argsort(twin.turned(pieces, 80)[:, ::16], axis=1)  # [row, piece]
+    banks = (places + wide * np.arange(twin.PAGE)[:, None]) % 8
+    for first in range(0, twin.PAGE, 8):
+        assert (np.sort(banks[first : first + 8], axis=0) == np.arange(8)[:, None]).all()
+
+
 def test_prompt_kernels_fit_cards_with_little_shared_memory() -> None:
     for dim in launcher.HEAD_DIMS:
         cache = pages.CudaKv(None, None, None, 1, 1, dim, dim, "f16", "f16")  # type: ignore[arg-type]
