@@ -122,8 +122,9 @@ __device__ __forceinline__ void join_chunks(const Present& here, const float* ke
 // that all take does. What was chosen and what is added to are there before the wait, since
 // expert_up_stream is the kernel before; so it has asked for all of its own weights. mailed: inner
 // and behind it other_inner are mail of so many numbers, and a ticket; 0: they are not. posts, tag: as of `route`, of
-// one token; or tag 0.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, IS_ALONE ? 3 : 2)
+// one token; or tag 0. Bounds: 72 registers or, with fewer warps, 80, so that a block is there
+// beside three of expert_up_stream.
+extern "C" __global__ void __launch_bounds__(IS_ALONE ? 448 : 32 * WARPS, 2)
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, float* inner, int mailed, float* out, int used,
                        int k, int rows, int accumulate, int tiled, const std::uint8_t* other_down,
