@@ -91,10 +91,13 @@ def route(
     is_rounded: bool,
     alone: int | None = None,
     posts: Posts = NOT_POSTED,
+    mail: int = 0,
 ) -> tuple[DeviceArray, DeviceArray]:
-    """tickets: uint32 zeros, of all layers. alone: as that of `experts`. posts: of one token."""
+    """tickets: uint32 zeros, of all layers. alone: as that of `experts`. posts: of one token. mail:
+    where the launch before this one puts x, which is one row; 0: nowhere."""
     (tokens, columns), experts = x.shape, router.shape[0]
     assert router.shape == (experts, columns), (x, router.shape)
+    assert not mail or tokens == 1, x
     chosen, weights = _choice(ops, tokens, experts, used, counts)
     first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
     held, step = _held(experts), len(tickets) // (8 * experts) * 8
@@ -106,7 +109,7 @@ def route(
         ops.kernel(ROUTE[router.type_name, held, slots])(
             (_groups(experts, ROUTED) + 1, _groups(count, 8)),
             256,
-            (*(each.ptr for each in arrays), *map(np.int32, sizes), *posts.args),
+            (*(each.ptr for each in arrays), *map(np.int32, sizes), *posts.args, mail),
             shared=_choice_bytes(held) << (min(count, 8) - 1).bit_length(),
         )
     if first < tokens:

@@ -15,6 +15,7 @@ from voltapile.kernels.cuda.expert_table import NOT_POSTED, ExpertTable, Posts, 
 from voltapile.kernels.cuda.file_table import FileTable, RowReader
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
+from voltapile.kernels.cuda.norms import late_norm
 from voltapile.kernels.cuda.states import Porter, State, state_bytes
 from voltapile.kernels.families import (
     DeltaShape,
@@ -28,23 +29,27 @@ from voltapile.kernels.families import (
 )
 from voltapile.kernels.ops import Batch, Weight
 
+EARLY = 90  # compute capability from which on kernels start early: loader.py
 FEW = 64  # rows of streams that may be added to late
 MOST_TAGS = 65535  # of expert_table.Posts
 
 
 class Host(RowReader, Protocol):
     """What the methods below need. tickets: uint32 [experts.TICKETS], zeros. posts: uint64
-    [expert_table.POSTS], zeros. porter: of states. prompt_policy: of products with rows that
-    rows_alone leaves."""
+    [expert_table.POSTS], zeros. row_mail: float32 [rows.LONGEST_ROW], zeros. porter: of states.
+    prompt_policy: of products with rows that rows_alone leaves."""
 
     tickets: DeviceArray
     posts: DeviceArray
+    row_mail: DeviceArray
     porter: Porter
     _added: tuple[DeviceArray, DeviceArray, DeviceArray] | None
     _posted: tuple[DeviceArray, Posts] | None
     _tag: int
 
     def _next_posts(self, x: DeviceArray) -> Posts: ...
+
+    def _norm_by_mail(self, x: DeviceArray) -> int: ...
 
     def posts_of(self, chosen: DeviceArray) -> Posts: ...
 
@@ -95,7 +100,7 @@ class CudaFamilies:
         own, generated = _own(router), batch.generated
         if experts.fits(own):
             posts = self._next_posts(x)
-            tail = self.tickets, is_rounded, self.rows_alone(x), posts
+            tail = self.tickets, is_rounded, self.rows_alone(x), posts, self._norm_by_mail(x)
             routing = experts.route(self, x, own, used, counts, generated, *tail)
             self._posted = routing[0], posts
             return routing
@@ -120,6 +125,14 @@ class CudaFamilies:
             return NOT_POSTED
         self._tag = self._tag % MOST_TAGS + 1
         return Posts(self.posts, self._tag)
+
+    def _norm_by_mail(self: Host, x: DeviceArray) -> int:
+        """Launches a late norm that a router of one row is going to read."""
+        late = late_norm(x)
+        if late is None or len(x) != 1 or x.size > self.row_mail.size or self.arch < EARLY:
+            return 0
+        late.make(self.row_mail.ptr)
+        return self.row_mail.ptr
 
     def posts_of(self: Host, chosen: DeviceArray) -> Posts:
         """What the router that has made `chosen` posts, if it is the last one."""

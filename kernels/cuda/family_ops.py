@@ -15,6 +15,7 @@ from voltapile.kernels.cuda.file_table import NUMBER, ROWS, Checked, FileTable, 
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
 from voltapile.kernels.cuda.ops import SLACK, CudaOps
+from voltapile.kernels.cuda.rows import LONGEST_ROW
 from voltapile.kernels.cuda.states import Porter
 from voltapile.kernels.families import SharedExpert
 from voltapile.kernels.ops import Arrival, Weight
@@ -28,6 +29,7 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
         super().__init__(*args, **named)
         self.tickets = self.zeros((TICKETS,), np.uint32)
         self.posts = self.zeros((POSTS,), np.uint64)
+        self.row_mail = self.zeros((LONGEST_ROW,), np.float32)
         self.porter, self._pinned = Porter(self), list[Pinned]()
         self._stages: list[Stage] = []
 

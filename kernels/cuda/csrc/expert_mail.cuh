@@ -24,6 +24,9 @@ __device__ __forceinline__ void post(float* to, float value) {
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 #endif
 }
+__device__ __forceinline__ void post_four(float* to, const float4& v) {
+  post(to, v.x), post(to + 1, v.y), post(to + 2, v.z), post(to + 3, v.w);
+}
 __device__ __forceinline__ unsigned look_at_one(const float* from) {
 #ifdef VP_EMULATION
   return *reinterpret_cast<const volatile unsigned*>(from);
@@ -45,6 +48,11 @@ __device__ __forceinline__ float4 look_at_four(const float* from) {
                : "memory");
   return v;
 #endif
+}
+
+__device__ __forceinline__ bool is_posted(const float4& v) {
+  return min(min(__float_as_uint(v.x), __float_as_uint(v.y)),
+             min(__float_as_uint(v.z), __float_as_uint(v.w))) != 0;
 }
 
 // How to load what may not be there yet, and in no case what the first cache has. As Known.
