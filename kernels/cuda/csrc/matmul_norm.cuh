@@ -68,25 +68,34 @@ struct Items {
       : all(all), norm(norm), memory(memory), first(first), lane(lane),
         chunks(chunks_of<F>(all.k)), count(IS_ALONE ? chunks : all.tokens * chunks) {}
 
-  // Of one token that has no more chunks than there are warps: those that are left over do the last
-  // one, too, since nothing is faster than having nothing to decide. meanwhile(): what to do until
-  // the first columns come.
-  template <class Meanwhile>
+  // Of one token that has no more than N chunks a warp: who has fewer does the last one once more,
+  // since nothing is faster than having nothing to decide. meanwhile(): what to do until the first
+  // columns come.
+  template <int N, class Meanwhile>
   __device__ __forceinline__ void stage_few(const Meanwhile& meanwhile) {
-    const int chunk = min(first, chunks - 1);
-    const float* from = all.x + chunk * RUN;
-    const bool is_natural = norm.gain != nullptr;
-    load_one(0, from + (is_natural ? 8 * lane : column()), is_natural ? 4 : O::APART);
+    static_assert(N <= SEVERAL);
+    const bool is_normed = norm.gain != nullptr;
+    int chunk[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) chunk[i] = min(first + i * STEP, chunks - 1);
+    load_few(chunk, is_normed);
     meanwhile();
-    if (is_natural) {
-      const float sum = warp_join(squares_of(a[0], b[0]), Add());
-      if (lane == 0) norm.sums[chunk] = sum;
-      if (!IS_IN_ORDER) load_one(0, from + column(), O::APART);
+    if (is_normed) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float sum = warp_join(squares_of(a[i], b[i]), Add());
+        if (lane == 0) norm.sums[chunk[i]] = sum;
+      }
+      if (!IS_IN_ORDER) load_few(chunk, false);
       norm.await_gains();
-      weigh(0, chunk);
-      scale(0, norm_factor<STEP>(norm.sums, chunks, norm.share, norm.eps, lane));
+#pragma unroll
+      for (int i = 0; i < N; ++i) weigh(i, chunk[i]);
+      const float by = norm_factor<N * STEP>(norm.sums, chunks, norm.share, norm.eps, lane);
+#pragma unroll
+      for (int i = 0; i < N; ++i) scale(i, by);
     }
-    put(0, 0, chunk);
+#pragma unroll
+    for (int i = 0; i < N; ++i) put(i, 0, chunk[i]);
   }
   template <class Meanwhile>
   __device__ __forceinline__ void stage(const Meanwhile& meanwhile) {
@@ -110,6 +119,12 @@ struct Items {
 #pragma unroll
     for (int i = 0; i < SEVERAL; ++i, from += STEP * RUN)
       if (item + i * STEP < count) load_one(i, from, is_natural ? 4 : O::APART);
+  }
+  template <int N>
+  __device__ __forceinline__ void load_few(const int (&chunk)[N], bool is_natural) {
+    const float* from = all.x + (is_natural ? 8 * lane : column());
+#pragma unroll
+    for (int i = 0; i < N; ++i) load_one(i, from + chunk[i] * RUN, is_natural ? 4 : O::APART);
   }
   // Sums of squares of all items, in the order of norm_row.cuh; the first ones are there, and are
   // again in the end.
@@ -198,7 +213,8 @@ template <class F, class Meanwhile = Nothing>
 __device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
                                       int first, int lane, const Meanwhile& meanwhile = {}) {
   Items<F, true> alone(all, norm, memory, first, lane);
-  if (ONE && alone.chunks <= alone.STEP) alone.stage_few(meanwhile);
+  if (ONE && alone.chunks <= alone.STEP) alone.template stage_few<1>(meanwhile);
+  else if (ONE && alone.chunks <= 2 * alone.STEP) alone.template stage_few<2>(meanwhile);
   else if (ONE || all.tokens == 1) alone.stage(meanwhile);
   else Items<F, false>(all, norm, memory, first, lane).stage(meanwhile);
 }
