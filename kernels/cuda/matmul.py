@@ -113,8 +113,7 @@ class Launch:
         others = sum(1 << i for i, p in enumerate(products) if p.weight.type_name != pair[0])
         card = ops.multiprocessors, max_shared(ops.arch)
         is_tiled = all(product.weight.is_tiled for product in products)
-        ways = False, is_tiled, ops.arch >= stream.EARLY
-        task = stream.Task(pair, columns, tokens, own, rest, is_glu, *card, *ways)
+        task = stream.Task(pair, columns, tokens, own, rest, is_glu, *card, is_tiled=is_tiled)
         return cls(task, epilogue, others, _matrix_args(products))
 
 

@@ -31,9 +31,8 @@ def can_send(ops: Launcher, x: DeviceArray, weight: CudaWeight) -> bool:
     if ops.arch < stream.ARCH or late_norm(x) is not None:
         return False
     pair, card = (weight.type_name, weight.type_name), (ops.multiprocessors, max_shared(ops.arch))
-    is_early = ops.arch >= stream.EARLY
     sizes = pair, x.shape[1], len(x), weight.shape[:1], (), False
-    return stream.can_push(stream.Task(*sizes, *card, False, weight.is_tiled, is_early))
+    return stream.can_push(stream.Task(*sizes, *card, is_tiled=weight.is_tiled))
 
 
 def product_of(

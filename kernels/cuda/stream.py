@@ -16,7 +16,7 @@ from voltapile.kernels.cuda.chunks import CHUNKS, Chunk
 from voltapile.kernels.cuda.launch import Instance
 from voltapile.shm.formats import row_bytes
 
-ARCH, EARLY = 80, 90  # from which on, and from which on a kernel starts before the last has ended
+ARCH = 80  # from which on
 WARPS, ROWS, TOKENS = 8, 16, 8
 # A product norms tokens itself (norms.py) that are so many parts of 256 columns at most. Each block
 # reads them twice, past two parts a warp from far away, which a launch for all blocks does once.
@@ -32,19 +32,13 @@ PAIRS = [*((name, name) for name in FORMATS), *MIXED]
 # H200: an 8B in Q8_0 gave 357 tokens a second with 512 and 340 with 640, in Q4_K_M 396 with 512 and
 # 379 with 768, which spills.
 THREADS = 512
-# For one token kernels are made that know it is one. A block of theirs has half of the registers of
-# a multiprocessor, and of its memory: then the next product's blocks are there too, and their first
-# weights come while this one ends. So many teams of a block make that.
-LONE_TEAMS = {"Q4_K": 2, "Q5_K": 1, "Q6_K": 1, "Q8_0": 1}
-LONG = 32  # units for each multiprocessor, from which on both halves are one product's
 
 
 def _instance(
     pair: tuple[str, str], teams: int, warps: int = WARPS, is_alone: bool = False
 ) -> Instance:
-    threads = THREADS * teams * warps // WARPS if is_alone else THREADS
     defines = {"FORMAT": pair[0], "OTHER": pair[1], "DEPTH": DEPTH, "TEAMS": teams, "WARPS": warps}
-    defines |= {"THREADS": threads, "TILES": 1, "MANY": 0, "ONE": int(is_alone)}
+    defines |= {"THREADS": THREADS, "TILES": 1, "MANY": 0, "ONE": int(is_alone)}
     named = tuple((key, str(value)) for key, value in defines.items())
     return Instance("matmul_stream.cu", "matmul_stream", named, is_exact=True, waits=True)
 
@@ -55,22 +49,15 @@ STREAM = {(pair, teams): _instance(pair, teams) for pair in PAIRS for teams in (
 STREAM |= {(pair, 1): _instance(pair, 1) for pair in MIXED}
 # One team of twice as many warps, with a chunk each at most, where there are too few units for two.
 BROAD = {(name, name): _instance((name, name), 1, 2 * WARPS) for name in FORMATS}
-# Those for one token: by formats, and of twice as many warps.
-ALONE = {
-    pair: _instance(pair, min(map(LONE_TEAMS.__getitem__, pair)), WARPS, True) for pair in PAIRS
-}
-LONE_BROAD = {
-    (name, name): _instance((name, name), 1, 2 * WARPS, True)
-    for name in FORMATS
-    if LONE_TEAMS[name] == TEAMS
-}
+# Made for one token, what they are made of is a seventh shorter.
+ALONE = {each: _instance(*key, is_alone=True) for key, each in STREAM.items()}
+ALONE |= {each: _instance(pair, 1, 2 * WARPS, True) for pair, each in BROAD.items()}
 # Of a rank's part of a sum, which goes to the other ranks at once; a block has some bytes more.
-_SAME = [each[name, name] for each in (BROAD, ALONE) for name in FORMATS]
-_SAME += [STREAM[(name, name), TEAMS] for name in FORMATS] + [*LONE_BROAD.values()]
+_SAME = [STREAM[(name, name), TEAMS] for name in FORMATS] + [*BROAD.values()]
+_SAME += [ALONE[each] for each in _SAME]
 PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in _SAME}
 PUSHING_BYTES = 1024
-_LONE = [*ALONE.values(), *LONE_BROAD.values()]
-INSTANCES = [*STREAM.values(), *BROAD.values(), *_LONE, *PUSHING.values()]
+INSTANCES = [*STREAM.values(), *BROAD.values(), *ALONE.values(), *PUSHING.values()]
 
 
 @dataclass(frozen=True)
@@ -88,7 +75,6 @@ class Task:
     most_shared: int
     is_normed: bool = False  # tokens are to be normed first
     is_tiled: bool = True  # all matrices: tiles.py
-    is_early: bool = True  # the next product starts before this one has ended
 
     @property
     def units(self) -> int:
@@ -129,10 +115,8 @@ class Deal:
         return 32 * self.teams * self.warps
 
     def instance(self, pair: tuple[str, str], pushes: bool = False) -> Instance:
-        if self.is_alone:
-            found = (ALONE if self.warps == WARPS else LONE_BROAD)[pair]
-        else:
-            found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
+        found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
+        found = ALONE.get(found, found) if self.is_alone else found
         return PUSHING[found] if pushes else found
 
 
@@ -153,40 +137,29 @@ def shared_bytes(chunk: Chunk, teams: int, depth: int, task: Task) -> int:
 def deal(task: Task) -> Deal | None:
     """None if it does not fit: then the product is matmul_rows.cu's, with the same bits, and norms
     are launches of their own."""
-    pair = task.pair
+    pair, own, others = task.pair, task.units, task.others
     if pair not in PAIRS or task.tokens > TOKENS or not task.is_whole:
         return None
     if task.is_normed and not _norms(task):
         return None
-    if task.tokens == 1 and task.is_early:
-        found = _dealt(task, min(map(LONE_TEAMS.__getitem__, pair)), True)
-        if found is not None:
-            return found
-    return _dealt(task, TEAMS, False) or _dealt(task, 1, False)
+    for teams in (TEAMS, 1):
+        fitting, depth, shared = _room(task, teams)
+        memory = depth, shared, task.tokens == 1
+        blocks = min(task.multiprocessors * fitting, own + others)
+        if (pair, teams) in STREAM and fitting and (blocks > 1 or not others):
+            if teams == TEAMS and _is_broad(task):
+                return Deal(1, blocks, blocks, *memory, TEAMS * WARPS)
+            first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
+            return Deal(teams, blocks, first, *memory)
+    return None
 
 
-def _dealt(task: Task, teams: int, is_alone: bool) -> Deal | None:
-    """To blocks of so many teams."""
-    pair, own, others = task.pair, task.units, task.others
-    # Of one token's blocks the second that fits is the next product's.
-    fitting, depth, shared = _room(task, teams, 2 if is_alone else TEAMS // teams)
-    is_shared = is_alone and own + others < LONG * task.multiprocessors
-    blocks = min(task.multiprocessors * (min(1, fitting) if is_shared else fitting), own + others)
-    if not fitting or (blocks < 2 and others) or not (is_alone or (pair, teams) in STREAM):
-        return None
-    if teams == TEAMS and _is_broad(task):
-        return Deal(1, blocks, blocks, depth, shared, is_alone, TEAMS * WARPS)
-    first = first_other(pair, blocks, -(-own // teams), -(-others // teams))
-    return Deal(teams, blocks, first, depth, shared, is_alone)
-
-
-def _room(task: Task, teams: int, most: int) -> tuple[int, int, int]:
-    """Blocks on a multiprocessor, `most` at most; their rings, as deep as that many allow; bytes of
-    a block."""
+def _room(task: Task, teams: int) -> tuple[int, int, int]:
+    """Blocks on a multiprocessor, and of those that are most the deepest rings; bytes of one."""
     parts, ways = {*task.pair} if task.others else {task.pair[0]}, []
     for depth in range(2, DEPTH + 1):
         shared = max(shared_bytes(CHUNKS[name], teams, depth, task) for name in parts)
-        fitting = min(most, (task.most_shared + RESERVED) // (shared + RESERVED))
+        fitting = min(TEAMS // teams, (task.most_shared + RESERVED) // (shared + RESERVED))
         ways.append((fitting, depth, shared))
     return max(ways)
 

@@ -8,10 +8,9 @@
 // normed by that; before they are read, the ring is already being filled (grid.cuh).
 // Units of the two formats are counted apart; blocks from first_other on take OTHER's.
 // -D: FORMAT; OTHER; DEPTH, the most places of a ring; TEAMS; WARPS, eight, or twice as many with
-// one chunk of columns each; THREADS that a multiprocessor's registers shall suffice for, more than
-// a block has, so that blocks of the next kernels find room beside it; TILES 1 and MANY 0; ONE, if
-// there is but one token; PUSH 1, where what is made is this rank's part of a sum and goes to the
-// others at once.
+// one chunk of columns each; THREADS that a multiprocessor's registers shall suffice for; TILES 1
+// and MANY 0; ONE, whether it is known that there is but one token; PUSH 1, where what is made is
+// this rank's part of a sum and goes to the others at once.
 #include "grid.cuh"
 #include "group_push.cuh"
 #include "matmul_norm.cuh"

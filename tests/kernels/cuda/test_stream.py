@@ -100,8 +100,7 @@ def test_one_broad_team_has_the_same_bits(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops = ops_of(90, folder)
-    lone = 1 if (name, name) in stream.LONE_BROAD else 2
-    for rows, columns, tokens in ((48, 4096, lone), (64, 2304, 3), (16, 3072, 8)):
+    for rows, columns, tokens in ((48, 4096, 1), (64, 2304, 3), (16, 3072, 8)):
         weight = ops.weight(random_raw(name, rows, columns), name, (rows, columns))
         x, start = ops.array(activations(tokens, columns)), activations(tokens, rows, 4)
         got, plain = both(
@@ -112,9 +111,9 @@ def test_one_broad_team_has_the_same_bits(
             ),
         )
         np.testing.assert_array_equal(got, plain)
-        kinds = stream.BROAD[name, name], stream.LONE_BROAD.get((name, name))
-        broad = [each[0] for each in ops.launched if each[0] in kinds]
-        assert len(broad) == 1
+        known = stream.BROAD[name, name]
+        kind = stream.ALONE[known] if tokens == 1 else known
+        assert [each[0] for each in ops.launched].count(kind) == 1
         ops.launched.clear()
 
 
@@ -198,34 +197,13 @@ def test_rings_are_as_deep_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> 
         found = stream.deal(task)
         assert found is not None
         assert found.shared <= 227 << 10
-        if tokens == 1:  # and there is room for the next product's
-            assert found.blocks == 132
-            assert found.depth == 2 or 2 * (found.shared + 1024) <= 228 << 10
         return found.depth
 
     monkeypatch.setattr(stream, "DEPTH", 4)
     stream.deal.cache_clear()
-    assert [depth("Q4_K", tokens) for tokens in (1, 4, 8)] == [2, 4, 3]
-    assert [depth(name, 1) for name in ("Q5_K", "Q6_K", "Q8_0")] == [4, 3, 3]
+    assert [depth("Q4_K", tokens) for tokens in (1, 4, 8)] == [4, 4, 3]
+    assert [depth(name, 1) for name in ("Q5_K", "Q6_K", "Q8_0")] == [4, 4, 3]
     stream.deal.cache_clear()
-
-
-def test_long_products_of_one_token_take_both_halves() -> None:
-    def blocks(rows: int) -> int:
-        task = stream.Task(("Q6_K", "Q6_K"), 4096, 1, (rows,), (), False, 132, 227 << 10)
-        found = stream.deal(task)
-        assert found is not None
-        return found.blocks
-
-    assert [blocks(rows) for rows in (1600, 12288, 151936)] == [100, 132, 264]
-
-
-def test_only_where_products_start_early_one_token_takes_a_half(folder: Path) -> None:
-    for arch, is_half in ((80, False), (90, True)):
-        ops = ops_of(arch, folder)
-        weight = ops.weight(random_raw("Q4_K", 48, 768), "Q4_K", (48, 768))
-        matmul.linear(ops, ops.array(activations(1, 768)), weight)
-        assert (ops.launched[-1][0] in stream.ALONE.values()) == is_half
 
 
 def test_two_formats_are_dealt_by_their_bytes() -> None:
@@ -246,7 +224,6 @@ def test_blocks_of_one_team_where_two_do_not_fit() -> None:
         found = stream.deal(task)
         return None if found is None else (found.teams, found.blocks)
 
-    assert teams(MIXED, 2, 227 << 10) == (2, 132)
-    assert teams(MIXED, 2, 99 << 10) == (1, 132)
-    assert teams(("Q6_K", "Q6_K"), 2, 99 << 10) is None
-    assert teams(("Q6_K", "Q6_K"), 1, 99 << 10) == (1, 132)
+    assert teams(MIXED, 1, 227 << 10) == (2, 132)
+    assert teams(MIXED, 1, 99 << 10) == (1, 132)
+    assert teams(("Q6_K", "Q6_K"), 1, 99 << 10) is None
