@@ -3,8 +3,8 @@
 // contiguous whether they lie by tiles or by rows, are on their way to its shared memory before
 // tokens come; then a warp takes one chunk of one expert, or a few. -D FORMAT; OTHER, of the
 // expert that every token takes; ALONE 1 if there is none; WARPS, as many as a block may have;
-// TILES 1 and MANY 0; PUSH 1, where what is made is this rank's part of a sum and goes to the others
-// at once.
+// TILES 1 and MANY 0; PUSH 1, where what is made is this rank's part of a sum and goes to the
+// others at once.
 #include "expert_chunks.cuh"
 #include "expert_fetch.cuh"
 #include "expert_mail.cuh"
@@ -121,9 +121,9 @@ __device__ __forceinline__ void join_chunks(const Present& here, const float* ke
 // order of `chosen`, then the one that all take. tiled: bit 0 if experts lie by tiles, 1 if the one
 // that all take does. What was chosen and what is added to are there before the wait, since
 // expert_up_stream is the kernel before; so it has asked for all of its own weights. mailed: inner
-// and behind it other_inner are mail of so many numbers, and a ticket; 0: they are not. posts, tag: as of `route`, of
-// one token; or tag 0. Bounds: 72 registers or, with fewer warps, 80, so that a block is there
-// beside three of expert_up_stream.
+// and behind it other_inner are mail of so many numbers, and a ticket; 0: they are not. posts, tag:
+// as of `route`, of one token; or tag 0. Bounds: 72 registers or, with fewer warps, 80, so that a
+// block is there beside three of expert_up_stream.
 extern "C" __global__ void __launch_bounds__(IS_ALONE ? 448 : 32 * WARPS, 2)
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, float* inner, int mailed, float* out, int used,

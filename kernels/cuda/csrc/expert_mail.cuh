@@ -1,9 +1,9 @@
-// What a kernel of chosen experts writes for the next one, which is there before it ends and need not
-// wait for a whole kernel and its last block. Who has read all leaves zeros.
+// What a kernel of chosen experts writes for the next one, which is there before it ends and need
+// not wait for a whole kernel and its last block. Who has read all leaves zeros.
 //
-// From expert_up_stream to expert_down_stream: each number is there when it is no longer 0. A number
-// that is 0 becomes -0, which changes no sum. From route to both: of each rank an expert and its
-// share, with a tag of these launches, since not all that is posted is read.
+// From expert_up_stream to expert_down_stream: each number is there when it is no longer 0. A
+// number that is 0 becomes -0, which changes no sum. From route to both: of each rank an expert and
+// its share, with a tag of these launches, since not all that is posted is read.
 #pragma once
 #include "grid.cuh"
 #include "half.cuh"

@@ -100,8 +100,8 @@ struct Strip {
 
   // first_of(tile): its bytes. Of `from`, by all threads: row(token), of `count` tokens;
   // see(token, chunk, values of this lane), by the warp that puts them down; arrive(), after which
-  // they can be read (How), if weights are asked for before that (IS_EARLY), and nothing else. When all
-  // weights are asked for, the next kernel may ask for its own.
+  // they can be read (How), if weights are asked for before that (IS_EARLY), and nothing else. When
+  // all weights are asked for, the next kernel may ask for its own.
   template <class First, class From>
   __device__ __forceinline__ Sums multiply(int count, First first_of, From& from,
                                            Ring<SIZE>& ring) const {
