@@ -10,7 +10,7 @@ from voltapile.kernels.cuda import expert_stream, plain, sparse
 from voltapile.kernels.cuda.device import Pinned
 from voltapile.kernels.cuda.expert_table import POSTS, ExpertTable
 from voltapile.kernels.cuda.experts import TICKETS
-from voltapile.kernels.cuda.families import CudaFamilies, shared_of
+from voltapile.kernels.cuda.families import EARLY, CudaFamilies, shared_of
 from voltapile.kernels.cuda.file_table import NUMBER, ROWS, Checked, FileTable, Stage
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
@@ -96,6 +96,12 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
                 return self._ends_late(out, end)
         self._changes(add_to, x)
         return super().experts(x, routing, table, add_to, shared)
+
+    def _norm_by_mail(self, x: DeviceArray) -> int:
+        mail = self.row_mail
+        if self.arch >= EARLY and x.size <= mail.size and self._posts_norm(x, mail.ptr):
+            return mail.ptr
+        return super()._norm_by_mail(x)
 
     def linears(
         self, x: DeviceArray, weights: Sequence[Weight], biases: Sequence[Weight | None]

@@ -2,6 +2,7 @@
 // whose threads keep what they send, add and norm; little of it in registers, so that it finds room
 // beside a product that still runs.
 #include "attention_copies.cuh"
+#include "expert_mail.cuh"
 #include "grid.cuh"
 #include "group.cuh"
 #include "norm_row.cuh"
@@ -96,10 +97,10 @@ using namespace voltapile;
 // grid: (rows), a warp for each run of a row, and a last one, which has none of the row and keeps
 // count of the exchanges; n is a multiple of 4. shared: 8 n bytes. is_pushed: the product that made
 // this rank's part has sent it (group_push.cuh), to itself too: then that is polled for as well,
-// and seen before the product's launch has ended.
+// and seen before the product's launch has ended. mail: as of rms_norm_rows.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS + 32, 1)
 group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,
-               float eps, int rank, int ranks, int is_pushed, int accumulate) {
+               float eps, int rank, int ranks, int is_pushed, int accumulate, float* mail) {
   __shared__ float scratch[32];
   __shared__ unsigned number;
   __shared__ Peer peers[MOST_RANKS];  // near, since each is asked for when the one before has come
@@ -168,6 +169,9 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   const float norm = norm_factor(scratch, runs, inverse, eps, lane);
   at.load(weights, values);
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) sum[i] = scaled(scaled(sum[i], values[i]), norm);
+  for (int i = 0; i < HELD; ++i) {
+    sum[i] = scaled(scaled(sum[i], values[i]), norm);
+    if (mail != nullptr && at.has(i)) post_four(mail + 4 * at(i), sum[i]);
+  }
   at.store(out + begin, sum);
 }
