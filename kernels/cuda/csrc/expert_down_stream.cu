@@ -85,15 +85,11 @@ struct Rows {
   }
 };
 
-__device__ __forceinline__ bool is_there(const float4& v) {
-  return min(min(__float_as_uint(v.x), __float_as_uint(v.y)),
-             min(__float_as_uint(v.z), __float_as_uint(v.w))) != 0;
-}
 // By a warp: looks again until all is there; at one number of it, `sign`, until that is.
 template <class Again>
 __device__ __forceinline__ Held arrived(Held held, const float* sign, Again again) {
 #pragma unroll 1
-  for (int looks = 0; !__all_sync(~0u, is_there(held.a) && is_there(held.b)); ++looks) {
+  for (int looks = 0; !__all_sync(~0u, is_posted(held.a) && is_posted(held.b)); ++looks) {
     if (looks > MOST_LOOKS) break;
     if (looks == MOST_LOOKS) grid_wait();
     if (look_at_one(sign) != 0 || looks >= MOST_LOOKS) held = again();
