@@ -1,5 +1,6 @@
 // How matmul_stream.cu brings tokens to shared memory, and norms them on the way.
 #pragma once
+#include "grid.cuh"
 #include "matmul_ring.cuh"
 #include "norm_row.cuh"
 
@@ -9,6 +10,14 @@ namespace voltapile {
 template <class F>
 __device__ __forceinline__ int chunks_of(unsigned k) {
   return k / TileMemory<F>::COLUMNS;
+}
+
+// A number that is ready from here on: what is made of it waits, not what it is made of.
+__device__ __forceinline__ int ready(int number) {
+#ifndef VP_EMULATION
+  asm volatile("" : "+r"(number));
+#endif
+  return number;
 }
 
 // What a token is normed with before it is multiplied, if anything. In shared memory: gain as it
@@ -69,16 +78,19 @@ struct Items {
         chunks(chunks_of<F>(all.k)), count(IS_ALONE ? chunks : all.tokens * chunks) {}
 
   // Of one token that has no more than N chunks a warp: who has fewer does the last one once more,
-  // since nothing is faster than having nothing to decide. meanwhile(): what to do until the first
-  // columns come.
+  // since nothing is faster than having nothing to decide. own: the first column to ask for, which
+  // is first_column(); meanwhile(): what to do until it comes.
   template <int N, class Meanwhile>
-  __device__ __forceinline__ void stage_few(const Meanwhile& meanwhile) {
+  __device__ __forceinline__ void stage_few(int own, const Meanwhile& meanwhile) {
     static_assert(N <= SEVERAL);
     const bool is_normed = norm.gain != nullptr;
+    grid_wait();
     int chunk[N];
 #pragma unroll
-    for (int i = 0; i < N; ++i) chunk[i] = min(first + i * STEP, chunks - 1);
-    load_few(chunk, is_normed);
+    for (int i = 0; i < N; ++i) {
+      chunk[i] = min(first + i * STEP, chunks - 1);
+      load_one(i, all.x + own + (chunk[i] - chunk[0]) * RUN, is_normed ? 4 : O::APART);
+    }
     meanwhile();
     if (is_normed) {
 #pragma unroll
@@ -86,7 +98,9 @@ struct Items {
         const float sum = warp_join(squares_of(a[i], b[i]), Add());
         if (lane == 0) norm.sums[chunk[i]] = sum;
       }
-      if (!IS_IN_ORDER) load_few(chunk, false);
+#pragma unroll
+      for (int i = 0; i < N && !IS_IN_ORDER; ++i)
+        load_one(i, all.x + chunk[i] * RUN + column(), O::APART);
       norm.await_gains();
 #pragma unroll
       for (int i = 0; i < N; ++i) weigh(i, chunk[i]);
@@ -97,9 +111,13 @@ struct Items {
 #pragma unroll
     for (int i = 0; i < N; ++i) put(i, 0, chunk[i]);
   }
+  __device__ __forceinline__ int first_column() const {
+    return min(first, chunks - 1) * RUN + (norm.gain != nullptr ? 8 * lane : column());
+  }
   template <class Meanwhile>
   __device__ __forceinline__ void stage(const Meanwhile& meanwhile) {
     const bool is_normed = norm.gain != nullptr;
+    grid_wait();
     load(first, is_normed);
     meanwhile();
     if (is_normed) add_up();
@@ -119,12 +137,6 @@ struct Items {
 #pragma unroll
     for (int i = 0; i < SEVERAL; ++i, from += STEP * RUN)
       if (item + i * STEP < count) load_one(i, from, is_natural ? 4 : O::APART);
-  }
-  template <int N>
-  __device__ __forceinline__ void load_few(const int (&chunk)[N], bool is_natural) {
-    const float* from = all.x + (is_natural ? 8 * lane : column());
-#pragma unroll
-    for (int i = 0; i < N; ++i) load_one(i, from + chunk[i] * RUN, is_natural ? 4 : O::APART);
   }
   // Sums of squares of all items, in the order of norm_row.cuh; the first ones are there, and are
   // again in the end.
@@ -208,13 +220,15 @@ struct Nothing {
 };
 
 // All tokens' columns, to `memory`. To be normed, items are read twice, unless SEVERAL are all and
-// lie in the order of norm_row.cuh. Each warp calls meanwhile() once, while it waits.
+// lie in the order of norm_row.cuh. Waits for the kernel before (grid.cuh) when it is clear what to
+// ask for. Each warp calls meanwhile() once, until that comes.
 template <class F, class Meanwhile = Nothing>
 __device__ __forceinline__ void stage(const Product& all, const Norm& norm, std::uint8_t* memory,
                                       int first, int lane, const Meanwhile& meanwhile = {}) {
   Items<F, true> alone(all, norm, memory, first, lane);
-  if (ONE && alone.chunks <= alone.STEP) alone.template stage_few<1>(meanwhile);
-  else if (ONE && alone.chunks <= 2 * alone.STEP) alone.template stage_few<2>(meanwhile);
+  const int own = ONE ? ready(alone.first_column()) : 0;
+  if (ONE && alone.chunks <= alone.STEP) alone.template stage_few<1>(own, meanwhile);
+  else if (ONE && alone.chunks <= 2 * alone.STEP) alone.template stage_few<2>(own, meanwhile);
   else if (ONE || all.tokens == 1) alone.stage(meanwhile);
   else Items<F, false>(all, norm, memory, first, lane).stage(meanwhile);
 }

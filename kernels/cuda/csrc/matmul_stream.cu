@@ -79,6 +79,12 @@ __device__ __forceinline__ int afresh(int number) {
 #endif
   return number;
 }
+__device__ __forceinline__ float* afresh(float* place) {
+#ifndef VP_EMULATION
+  asm volatile("" : "+l"(place));
+#endif
+  return place;
+}
 
 // The same memory, whose address is not made anew wherever a register is short.
 __device__ __forceinline__ std::uint8_t* same_memory(std::uint8_t* shared) {
@@ -105,18 +111,27 @@ constexpr int CLASSES = 8;  // of chunks, whose sums are made first
 // What a thread has to do with the end of a unit: value i of its [token][16 rows].
 struct Ending {
   const Units& units;
-  int unit, i;
+  int i, own = 0;          // row of the matrix
+  float* place = nullptr;  // that the value goes to
+  float bias = 0, bias_of_up = 0;
 
-  __device__ __forceinline__ Ending(const Units& units, int unit, int i)
-      : units(units), unit(unit), i(i) {}
-  // sums: [tile of the unit][warp][token][16 rows], `one` of them a warp.
-  template <class Line>
-  __device__ __forceinline__ void write(const float* sums, int one, const Line& line) {
-    if (i / 16 >= units.all.tokens) return;
+  __device__ __forceinline__ Ending(const Units& units, int i) : units(units), i(i) {}
+  // Reads nothing that kernels make.
+  __device__ __forceinline__ void find(int unit) {
+    if (i / 16 >= units.all.tokens || unit >= units.count) return;
     unit = afresh(unit);
     const Matrix matrix = units.matrix(unit);
-    const int own = 16 * unit + i % 16;
-    float value = 0, gate = 0;
+    own = 16 * unit + i % 16;
+    place = afresh(matrix.out + static_cast<long long>(i / 16) * matrix.rows + own);
+    if (matrix.bias != nullptr) bias = matrix.bias[own];
+    const float* up = units.all.matrices[1].bias;
+    if (units.all.is_glu() && up != nullptr) bias_of_up = up[own];
+  }
+  // sums: [tile of the unit][warp][token][16 rows], `one` of them a warp.
+  template <class Line>
+  __device__ __forceinline__ void write(const float* sums, int one, const Line& line) const {
+    if (i / 16 >= units.all.tokens) return;
+    float value = 0, gate = 0, more = bias;
 #pragma unroll 1
     for (int sub = 0; sub <= units.all.is_glu(); ++sub, sums += WARPS * one) {
       gate = value, value = 0;
@@ -126,11 +141,10 @@ struct Ending {
         if (WARPS > CLASSES) sum += sums[(warp + CLASSES) * one + i];
         value += sum;
       }
-      const float* bias = sub ? units.all.matrices[1].bias : matrix.bias;
-      if (bias != nullptr) value += bias[own];
+      value += more;  // nothing, where there is no bias: no sum that begins with 0 is -0
+      more = bias_of_up;
     }
     if (units.all.is_glu()) value = activated(gate, units.all.kind) * value;
-    float* place = matrix.out + static_cast<long long>(i / 16) * matrix.rows + own;
     if (units.all.kind == ADD) add_to(place, value);
     else *place = value;
     line.send(value, i / 16, own);
@@ -171,11 +185,12 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
   norm.bell = bells + DEPTH * ALL_WARPS;
   float* sums = norm.sums + team * 2 * WARPS * subs * one;
   if (norm.gain != nullptr) norm.ask(all.k);
+  Ending ending(units, 32 * warp + lane);
+  if (ONE) ending.find(unit);  // where there are registers to keep it in
 
-  // The first turn stages tokens: what turns have in common is then ready before the wait.
+  // The first turn waits, and stages tokens: what turns have in common is then ready before that.
   for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
     if (count == 0) {
-      grid_wait();
       stage<F>(all, norm, tokens, warp_of_block, lane);
       __syncthreads();
       if (unit >= units.count) break;
@@ -201,7 +216,9 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
       keep_sums_of(total[0], tile, 0, all.tokens, set + (sub * WARPS + warp) * one);
     }
     meet_team(team);
-    Ending(units, unit, 32 * warp + lane).write(set, one, line);
+    if (!ONE) ending.find(unit);
+    ending.write(set, one, line);
+    if (ONE) ending.find(unit + step);
   }
 }
 #endif
