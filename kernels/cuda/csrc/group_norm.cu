@@ -88,6 +88,32 @@ __device__ __forceinline__ void pull(const Peer& peer, int other, unsigned excha
   if (is_narrow) order_all();  // before the host's memory is told of the next exchange
 }
 
+// By one thread: the sum before this one has ended.
+__device__ __forceinline__ void await_end(const unsigned* ended, unsigned exchange, int rank,
+                                          Wait& wait) {
+  while (load_fresh(ended) != exchange && !wait.is_over(rank)) {
+  }
+  __threadfence();
+}
+// By one thread: of x and of emptied places all has been written.
+__device__ __forceinline__ void end(unsigned* ended, unsigned exchange) {
+  __threadfence();
+  store_fresh(ended, exchange + 1);
+}
+
+// Of sums, with weights that are near.
+__device__ __forceinline__ void put_norm(const Place& at, const float* weights, float norm,
+                                         const float4 (&sums)[HELD], float* out, float* mail) {
+  float4 values[HELD];
+  at.load(weights, values);
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    values[i] = scaled(scaled(sums[i], values[i]), norm);
+    if (mail != nullptr && at.has(i)) post_four(mail + 4 * at(i), values[i]);
+  }
+  at.store(out, values);
+}
+
 }  // namespace voltapile
 
 using namespace voltapile;
@@ -129,11 +155,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
     own();
     push(peers, exchange, at, values, rank, ranks);
   } else {
-    if (keeps_count) {
-      while (load_fresh(ended) != exchange && !wait.is_over(rank)) {
-      }
-      __threadfence();
-    }
+    if (keeps_count) await_end(ended, exchange, rank, wait);
     __syncthreads();
   }
 #pragma unroll 1  // what a wait that lasts does is long
@@ -161,17 +183,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   if (lane == 0) scratch[threadIdx.x / 32] = squares;
   at.store(x + begin, sum);
   __syncthreads();
-  if (keeps_count) {  // of x and of emptied places all has been written
-    __threadfence();
-    store_fresh(ended, exchange + 1);
-  }
+  if (keeps_count) end(ended, exchange);
   if (weight == nullptr) return;
-  const float norm = norm_factor(scratch, runs, inverse, eps, lane);
-  at.load(weights, values);
-#pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    sum[i] = scaled(scaled(sum[i], values[i]), norm);
-    if (mail != nullptr && at.has(i)) post_four(mail + 4 * at(i), sum[i]);
-  }
-  at.store(out + begin, sum);
+  put_norm(at, weights, norm_factor(scratch, runs, inverse, eps, lane), sum, out + begin, mail);
 }
