@@ -108,14 +108,16 @@ __device__ __forceinline__ void add_to(float* place, float value) {
 
 constexpr int CLASSES = 8;  // of chunks, whose sums are made first
 
-// What a thread has to do with the end of a unit: value i of its [token][16 rows].
+// What a thread has to do with the end of a unit: with value i of those that a warp has.
 struct Ending {
   const Units& units;
-  int i, own = 0;          // row of the matrix
+  int i, one;              // values of a warp: [token][16 rows]
+  int own = 0;             // row of the matrix
   float* place = nullptr;  // that the value goes to
   float bias = 0, bias_of_up = 0;
 
-  __device__ __forceinline__ Ending(const Units& units, int i) : units(units), i(i) {}
+  __device__ __forceinline__ Ending(const Units& units, int i)
+      : units(units), i(i), one(16 * units.all.tokens) {}
   // Reads nothing that kernels make.
   __device__ __forceinline__ void find(int unit) {
     if (i / 16 >= units.all.tokens || unit >= units.count) return;
@@ -123,31 +125,33 @@ struct Ending {
     const Matrix matrix = units.matrix(unit);
     own = 16 * unit + i % 16;
     place = afresh(matrix.out + static_cast<long long>(i / 16) * matrix.rows + own);
-    if (matrix.bias != nullptr) bias = matrix.bias[own];
+    bias = matrix.bias != nullptr ? matrix.bias[own] : 0;
     const float* up = units.all.matrices[1].bias;
     if (units.all.is_glu() && up != nullptr) bias_of_up = up[own];
   }
-  // sums: [tile of the unit][warp][token][16 rows], `one` of them a warp.
+  // sums: [tile of the unit][warp][token][16 rows].
   template <class Line>
-  __device__ __forceinline__ void write(const float* sums, int one, const Line& line) const {
+  __device__ __forceinline__ void write(const float* sums, const Line& line) const {
     if (i / 16 >= units.all.tokens) return;
-    float value = 0, gate = 0, more = bias;
-#pragma unroll 1
-    for (int sub = 0; sub <= units.all.is_glu(); ++sub, sums += WARPS * one) {
-      gate = value, value = 0;
-#pragma unroll
-      for (int warp = 0; warp < CLASSES; ++warp) {
-        float sum = sums[warp * one + i];
-        if (WARPS > CLASSES) sum += sums[(warp + CLASSES) * one + i];
-        value += sum;
-      }
-      value += more;  // nothing, where there is no bias: no sum that begins with 0 is -0
-      more = bias_of_up;
-    }
-    if (units.all.is_glu()) value = activated(gate, units.all.kind) * value;
+    float value = whole(sums) + bias;
+    if (units.all.is_glu())
+      value = activated(value, units.all.kind) * (whole(sums + WARPS * one) + bias_of_up);
     if (units.all.kind == ADD) add_to(place, value);
     else *place = value;
     line.send(value, i / 16, own);
+  }
+
+ private:
+  // Never -0, so that adding 0 leaves it as it is.
+  __device__ __forceinline__ float whole(const float* sums) const {
+    float value = 0;
+#pragma unroll
+    for (int warp = 0; warp < CLASSES; ++warp) {
+      float sum = sums[warp * one + i];
+      if (WARPS > CLASSES) sum += sums[(warp + CLASSES) * one + i];
+      value += sum;
+    }
+    return value;
   }
 };
 
@@ -217,7 +221,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
     }
     meet_team(team);
     if (!ONE) ending.find(unit);
-    ending.write(set, one, line);
+    ending.write(set, line);
     if (ONE) ending.find(unit + step);
   }
 }
