@@ -17,7 +17,7 @@ FORMATS = [name for name, chunk in CHUNKS.items() if chunk.is_block]
 MIXED = [pair for pair in stream.MIXED if set(pair) <= set(FORMATS)]
 PAIRS = [*((name, name) for name in FORMATS), *MIXED]
 COLUMNS, CHUNKS_OF_A_BLOCK = 256, 8
-NORM_THREADS, LONGEST = 512, 8192  # columns of a row that is normed
+LONGEST = 8192  # columns of a row that is normed: a warp each COLUMNS
 
 
 def _instance(function: str, pair: tuple[str, str]) -> Instance:
@@ -47,12 +47,12 @@ def made(ops: Launcher, x: DeviceArray, pair: tuple[str, str], has_both: bool) -
     pair_of_names, norm = (names[0], names[-1]), late_norm(x)
     places, sizes = (found[names[0]], found[names[-1]]), (np.int32(columns), np.int32(tokens))
     if norm is not None and columns <= LONGEST:
+        numbers = np.float32(1) / np.float32(columns), np.float32(norm.eps)
         ops.kernel(NORMED[pair_of_names])(
             (tokens,),
-            NORM_THREADS,
-            (norm.x.ptr, norm.weight.ptr, norm.take(), *places, *sizes, np.int32(len(names)),
-             np.float32(norm.eps)),
-        )  # fmt: skip
+            32 * (columns // COLUMNS),
+            (norm.x.ptr, norm.weight.ptr, norm.take(), *places, *sizes, *numbers),
+        )
     else:
         ops.kernel(STAGED[pair_of_names])(
             (-(-columns // (COLUMNS * CHUNKS_OF_A_BLOCK)), tokens * len(names)),
