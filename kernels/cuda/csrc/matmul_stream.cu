@@ -87,12 +87,13 @@ __device__ __forceinline__ float* afresh(float* place) {
 }
 
 // The same memory, whose address is not made anew wherever a register is short.
-__device__ __forceinline__ std::uint8_t* same_memory(std::uint8_t* shared) {
+template <class T>
+__device__ __forceinline__ T* same_memory(T* shared) {
 #ifdef VP_EMULATION
   return shared;
 #else
   const int address = afresh(static_cast<int>(__cvta_generic_to_shared(shared)));
-  return static_cast<std::uint8_t*>(__cvta_shared_to_generic(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
 #endif
 }
 
@@ -200,7 +201,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
       if (unit >= units.count) break;
     }
     // Two sets of sums in turn, so that a set is read while the next is made.
-    float* set = sums + (count & 1) * WARPS * subs * one;
+    float* set = same_memory(sums + (count & 1) * WARPS * subs * one);
     for (int sub = 0; sub < subs; ++sub) {
       float total[PASSES][Tile::VALUES] = {};
 #pragma unroll 1

@@ -155,10 +155,28 @@ def test_two_formats_share_a_launch(
         assert (error <= tolerance(x, values, name)).all()
 
 
-def test_glu_bias_and_residual(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_glu_bias_and_residual(tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
-    for run in glu_and_residual(ops, 176, 3):
+    for run in glu_and_residual(ops, 176, tokens):
         np.testing.assert_array_equal(*both(ops, monkeypatch, run))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_bias_is_its_own_matrix_s(
+    tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = ops_of(90, folder)
+    raws = [random_raw("Q4_K", 128, 512, seed) for seed in (1, 2, 3)]
+    weights = [ops.weight(raw, "Q4_K", (128, 512)) for raw in raws]
+    bias = ops.weight(np.arange(128, dtype=np.float32).view(np.uint8), "F32", (128,))
+    x = ops.array(activations(tokens, 512))
+
+    def run() -> np.ndarray:
+        outs = matmul.linears(ops, x, weights, [bias, None, bias])
+        return np.stack([ops.to_host(out) for out in outs])
+
+    np.testing.assert_array_equal(*both(ops, monkeypatch, run))
 
 
 def test_what_does_not_fit_is_left_to_rows() -> None:
