@@ -28,10 +28,9 @@ MANY = 16
 # Of a multiprocessor. What a warp's chunk takes of one's time, and what it takes at least.
 SCHEDULERS, WORK, LATENCY = 4, {1: 1.0, 2: 1.4}, {1: 5.0, 2: 2.8}
 # Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.
-# One box does for a single round; else all warps meet after each, which pairs of tiles that are
-# few do once.
-MEMORY = [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)]
-MEETING = [(2, 3), (2, 2), (1, 2), (2, 1), (1, 1)]
+# One box does for a single round; else all warps meet after each, which is little if it is once.
+MEMORY = {1: [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)], 2: [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)]}
+BRIEF = {1: [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)], 2: [(2, 3), (2, 2), (1, 2), (2, 1), (1, 1)]}
 SHIFT = 20  # of what kernels multiply with instead of dividing
 FORMATS = stream.FORMATS
 PASSES = (2, 4)  # times eight tokens, that a kernel multiplies at once
@@ -141,7 +140,7 @@ def _ways(
     if tiles >= MANY and (pair, PASSES[0], 2) in CLUSTER:
         ways += [(2, crew) for crew in CREWS[2]]
     for held, crew in sorted(ways, key=cost):
-        memory = MEETING if held > 1 and tiles <= 2 * held * crew else MEMORY
+        memory = MEMORY[held] if tiles > 2 * held * crew else BRIEF[held]
         yield from ((held, crew, *each) for each in memory)
 
 

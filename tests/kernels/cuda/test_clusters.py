@@ -87,7 +87,6 @@ def test_sums_wait_for_their_readers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(clusters, "MEMORY", [(boxes, 1)])
-    monkeypatch.setattr(clusters, "MEETING", [(boxes, 1)])
     ops = ops_of(90, folder)
     rows, columns, tokens = 512, 2304, 3
     raw, x = random_raw("Q8_0", rows, columns), activations(tokens, columns)
@@ -164,9 +163,9 @@ def test_deals_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     # 18 tiles of a cluster, in one round, which needs no second box; many, whose last are shared.
     one, many = deal("Q4_K", 4096, 32), deal("Q4_K", 4096, 32, 24576)
     assert one is not None
-    assert (one.held, one.boxes) == (2, 1)
+    assert (one.crew, one.boxes) == (18, 1)
     assert many is not None
-    assert (many.held, many.crew, many.boxes, many.depth) == (2, 12, 2, 1)
+    assert (many.held, many.crew, many.boxes, many.depth) == (2, 11, 2, 2)
     few = deal("Q5_K", 4096, 32, 24576)  # whose chunks are not multiplied as they lie
     assert few is not None
     assert (few.held, few.crew) == (1, 20)
