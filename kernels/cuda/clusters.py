@@ -21,16 +21,15 @@ FROM, MOST, ROOM = 9, 64, 32  # rows, up to which they are usual; those of a tur
 STAGED_FROM = 8192
 CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_rows.cu
 # Warps of a block, by the tiles that a warp multiplies at once, which share what is read of tokens.
-# Two at once only where a cluster has MANY tiles; of one, an even number, since a gate and its up
-# are neighbours'.
-CREWS = {1: (8, 12, 16, 18, 20), 2: (12, 11, 10, 9, 8)}
-MANY = 16
-# Of a multiprocessor. What a warp's chunk takes of one's time, and what it takes at least.
-SCHEDULERS, WORK, LATENCY = 4, {1: 1.0, 2: 1.4}, {1: 5.0, 2: 2.8}
+# Two at once where a cluster has MANY tiles; of one, an even number, since a gate and its up are
+# neighbours'.
+CREWS = {1: (8, 12, 16, 18, 20), 2: (12, 11, 10)}
+MANY = 48
+# Of a multiprocessor; and how many warps of one have multiplied a chunk until the first has.
+SCHEDULERS, LATENCY = 4, 5
 # Boxes for sums that arrive, and chunks of a warp that are on their way at once: what fits first.
-# One box does for a single round; else all warps meet after each, which is little if it is once.
-MEMORY = {1: [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)], 2: [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)]}
-BRIEF = {1: [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)], 2: [(2, 3), (2, 2), (1, 2), (2, 1), (1, 1)]}
+# One box does for a single round; else all warps meet after each.
+MEMORY = [(2, 3), (2, 2), (2, 1), (1, 2), (1, 1)]
 SHIFT = 20  # of what kernels multiply with instead of dividing
 FORMATS = stream.FORMATS
 PASSES = (2, 4)  # times eight tokens, that a kernel multiplies at once
@@ -126,22 +125,20 @@ def _deal(task: stream.Task, turns: int) -> Deal | None:
 def _ways(
     pair: tuple[str, str], passes: int, tiles: int, slots: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Tiles at once, warps, boxes and chunks on their way, the best first: what takes least time.
+    """Tiles at once, warps, boxes and chunks on their way, the best first.
 
-    The last tiles may be shared."""
+    Few warps of two tiles need a chunk ahead. Of one, those are best that take least time; the
+    last tiles may be shared."""
 
-    def cost(way: tuple[int, int]) -> float:
-        held, crew = way
-        rounds, left = divmod(-(-tiles // held), crew)
-        last = _step(left * slots, held) if left * slots <= crew else slots * _step(left, held)
-        return rounds * slots * _step(crew, held) + (last if left else 0)
+    def cost(crew: int) -> int:
+        rounds, left = divmod(tiles, crew)
+        last = _step(left * slots) if left * slots <= crew else slots * _step(left)
+        return rounds * slots * _step(crew) + (last if left else 0)
 
-    ways = [(1, crew) for crew in _crews(pair, passes, 1)]
     if tiles >= MANY and (pair, PASSES[0], 2) in CLUSTER:
-        ways += [(2, crew) for crew in CREWS[2]]
-    for held, crew in sorted(ways, key=cost):
-        memory = MEMORY[held] if tiles > 2 * held * crew else BRIEF[held]
-        yield from ((held, crew, *each) for each in memory)
+        yield from ((2, crew, *memory) for memory in MEMORY[1:] for crew in CREWS[2])
+    for crew in sorted(_crews(pair, passes, 1), key=cost):
+        yield from ((1, crew, *memory) for memory in MEMORY)
 
 
 def _chunks(units: int, slots: int, crew: int) -> int:
@@ -151,9 +148,9 @@ def _chunks(units: int, slots: int, crew: int) -> int:
     return rounds * slots + (0 if left == 0 else 1 if left * slots <= crew else slots)
 
 
-def _step(warps: int, held: int) -> float:
-    """A chunk of so many warps, in what one of one tile takes of its scheduler's time."""
-    return max(LATENCY[held], WORK[held] * -(-warps // SCHEDULERS))
+def _step(warps: int) -> int:
+    """A chunk of so many warps, in what one takes of its scheduler's time."""
+    return max(LATENCY, -(-warps // SCHEDULERS))
 
 
 def _clusters(multiprocessors: int) -> int:

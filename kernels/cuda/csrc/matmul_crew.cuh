@@ -10,7 +10,7 @@ namespace voltapile {
 
 constexpr int CLASSES = SPLIT;
 constexpr int ROOM = 8 * PASSES, TOKENS = ROOM / CLASSES;  // of all blocks; whose sums one adds
-static_assert(CLASSES == WARPS && ROOM % CLASSES == 0 && TOKENS % 2 == 0 && HELD <= 2);
+static_assert(CLASSES == WARPS && ROOM % CLASSES == 0 && HELD <= 2);
 
 struct Launch {
   Matrix matrices[3];

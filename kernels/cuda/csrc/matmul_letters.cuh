@@ -6,21 +6,19 @@
 #if VP_ARCH >= 900
 namespace voltapile {
 
-// Sums on their way to their owner: [tile or part of one][class][two tokens][8] pairs of rows, of
-// the one token and the other.
+// Sums on their way to their owner: [tile or part of one][class][token][8] pairs of rows.
 __device__ __forceinline__ int pair_at(int number, int which, int token, int pair) {
-  return (number * CLASSES + which) * TOKENS * 8 + (token & ~1) * 8 + 2 * pair + (token & 1);
+  return ((number * CLASSES + which) * TOKENS + token) * 8 + pair;
 }
 
 // To all blocks: what they own of this warp's sums.
 __device__ __forceinline__ void send_sums(const float (&total)[PASSES][Tile::VALUES], float2* box,
                                           Bell* bell, int number, int which, const Tile& tile) {
 #pragma unroll
-  for (int i = 0; i < PASSES; ++i) {
-    const int token = 8 * i + tile.sum_token(0);  // and the next
-    float2* to = box + pair_at(number, which, token % TOKENS, tile.lane >> 2);
-    send(float4{total[i][0], total[i][2], total[i][1], total[i][3]}, reinterpret_cast<float4*>(to),
-         bell, token / TOKENS);
+  for (int i = 0; i < 2 * PASSES; ++i) {
+    const int token = 8 * (i / 2) + tile.sum_token(i % 2);
+    send({total[i / 2][i % 2], total[i / 2][2 + i % 2]},
+         box + pair_at(number, which, token % TOKENS, tile.lane >> 2), bell, token / TOKENS);
   }
 }
 
