@@ -46,7 +46,6 @@ PIECES = 512  # of all KV heads together, for long contexts: enough to fill a GP
 # heads, or of kernels that are told types, are two on a multiprocessor, others three.
 CLUSTERS, LARGE_CLUSTERS = 40, 30
 MANY_PIECES = 32  # of several tokens, if each has one: then a block takes a whole piece
-LOOKED_AT = 32  # tokens of a launch whose runs a block knows: errand_of in csrc/attention_items.cuh
 AT_ONCE = 2  # of such blocks, on a multiprocessor; each takes one piece after another
 LOG2E = 1.4426950408889634
 
@@ -270,11 +269,8 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
         stop = min(last, start + batch)
         numbers = start, stop, parts, *call.cache_numbers, call.width, call.cache.pages
         ends = call.window, most, stride, chunk
-        items = stop - start
-        if plan is None:
-            items = _most_items(ops, call, items, chunk)
         ops.kernel(instance)(
-            (_across(ops, items, pieces, blocks, heads), heads),
+            (_across(ops, stop - start, pieces, blocks, heads), heads),
             32 * STRANDS,
             (
                 *(array.ptr for array in pointers),
@@ -342,25 +338,17 @@ def _tiles_for(call: _Call, dim: int, kind: int) -> int:
 def _blocks(call: _Call, tokens: int, tiles: int, arch: int) -> int:
     """Of a cluster, in a launch of so many tokens or items."""
     dim, kind = call.decode_shape
-    pieces = min(tokens, call.table.shape[0]) * call.cache.kv_heads if tokens > 1 else 0
+    pieces = tokens * call.cache.kv_heads if tokens > 1 else 0
     is_many = arch >= CLUSTERS_FROM and pieces >= MANY_PIECES
     return _clusters(dim, kind, tiles)[-1] if is_many else SHARES
 
 
-def _across(ops: Launcher, items: int, pieces: int, blocks: int, heads: int) -> int:
+def _across(ops: Launcher, tokens: int, pieces: int, blocks: int, heads: int) -> int:
     """Blocks of a launch for each of so many parts of heads. Those that take whole pieces are no
-    more than there is room for, if each item has one: an empty piece needs none of its own."""
+    more than there is room for, if each token has one: an empty piece needs none of its own."""
     if ops.arch < CLUSTERS_FROM or blocks > 1:
-        return items * pieces * min(blocks, _shares(ops.arch))
-    return min(items * pieces, max(items, AT_ONCE * ops.multiprocessors // heads))
-
-
-def _most_items(ops: Launcher, call: _Call, tokens: int, chunk: int) -> int:
-    """Of so many tokens, as the kernel finds them; a change of piece length may cut a run once
-    more."""
-    if ops.arch < CLUSTERS_FROM or tokens > LOOKED_AT:
-        return tokens
-    return min(tokens, call.table.shape[0] * (_groups(tokens, chunk) + 1))
+        return tokens * pieces * min(blocks, _shares(ops.arch))
+    return min(tokens * pieces, max(tokens, AT_ONCE * ops.multiprocessors // heads))
 
 
 def _chunk(members: int, tiles: int) -> int:

@@ -178,13 +178,12 @@ struct Call {
 
 constexpr bool LOOPS = TURNS > 1;  // blocks take one piece after another
 
-// The `one`-th of the launch. From sm_90 on tokens are looked at together: then those that begin no
-// item, and pieces that a short context does not have, cost nothing.
+// The `one`-th of the launch. Tokens are looked at together where blocks loop: those of a single
+// piece, most likely all, then cost no turn more.
 __device__ __forceinline__ Errand find_errand(const Call& all, int one) {
-  const int tokens = all.last - all.first;
-  if (VP_ARCH >= 900 && all.plan == nullptr && tokens > 1)
-    return errand_of(all.slots + all.first, all.positions + all.first, tokens, one, all.chunk,
-                     all.width * PAGE, all.window, all.most, all.pieces);
+  if (LOOPS && all.plan == nullptr)
+    return errand_of(all.slots + all.first, all.positions + all.first, all.last - all.first, one,
+                     all.chunk, all.pieces);
   const int number = all.pieces == 1 ? one : one / all.pieces;
   return {number, one - number * all.pieces, -1};
 }
@@ -276,8 +275,8 @@ __device__ __forceinline__ void take(Shared& sh, const Call& all, const Errand& 
 
 using namespace voltapile;
 
-// grid: (tokens or items * pieces * BLOCKS, KV heads * parts of their rows); from sm_90 on as many
-// as there are items will do, and where a block takes whole pieces there may be fewer: it goes on
+// grid: (tokens or items * pieces * BLOCKS, KV heads * parts of their rows); where a block takes
+// whole pieces, there may be fewer of them: then it takes each so many-th
 // heads: int[kv_heads + 1 + H], where each KV head's query heads begin and end, then those
 // members: not 0 where each KV head has that many query heads, in their order; spares reading those
 // plan: null, or of attention_plan.cu: int count, -, -, -, then (first token, tokens) of each item
@@ -304,11 +303,11 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
                  attended, weights,   first,     last,  parts, kv_heads, num_heads, width,
                  pages,    scale,     cap,       window, most, stride,  chunk,  pieces,
                  members};
+  if (!LOOPS) return take(sh, all, find_errand(all, blockIdx.x / BLOCKS), warp, lane);
 #pragma unroll 1
-  for (int one = blockIdx.x / BLOCKS; one < (last - first) * pieces; one += gridDim.x) {
+  for (int one = blockIdx.x; one < (last - first) * pieces; one += gridDim.x) {
     const Errand errand = find_errand(all, one);
     if (errand.number < 0) return;
     take(sh, all, errand, warp, lane);
-    if (!LOOPS) return;
   }
 }

@@ -49,36 +49,25 @@ struct Errand {
   int number, piece, slot;
 };
 
-// The `one`-th piece of the items (item_at) of so many tokens, each of which has one if it must be
-// whole, and else `pieces`. The whole warp calls. (Behind 32 tokens, the first run's items are as
-// many as its tokens.)
+// The `one`-th piece of so many tokens, each of which has one while it and `reach` - 1 more fit in
+// that, and else `pieces`. The whole warp calls.
 __device__ __noinline__ Errand errand_of(const int* slots, const int* positions, int tokens,
-                                         int one, int chunk, int limit, int window, int most,
-                                         int pieces) {
+                                         int one, int reach, int pieces) {
   const int lane = threadIdx.x & 31, more = pieces - 1;
-  const unsigned below = (1u << lane) - 1, own = 1u << lane;
 #pragma unroll 1
   for (int begin = 0; begin < tokens; begin += 32) {
     const bool is_there = begin + lane < tokens;
-    const int at = is_there ? begin + lane : begin;
-    const int slot = slots[at], position = positions[at];
-    const int length = span_of(position, limit, window, most).piece;
-    const bool follows = slot == __shfl_up_sync(~0u, slot, 1) && lane > 0;
-    const bool is_alike = length == __shfl_up_sync(~0u, length, 1);
-    const unsigned runs = __ballot_sync(~0u, !follows);
-    const int start = 31 - __clz(runs & (below | own));
-    const bool is_inner = is_alike && (lane - start) % chunk != 0 && (start > 0 || begin == 0);
-    const bool is_item = is_there && !is_inner;
-    const unsigned items = __ballot_sync(~0u, is_item);
-    const unsigned large = __ballot_sync(~0u, is_item && position + chunk > WHOLE);
-    const int before = __popc(items & below) + more * __popc(large & below);
-    const int behind = before + (is_item ? 1 : 0) + (large & own ? more : 0);
-    const unsigned found = __ballot_sync(~0u, before <= one && one < behind);
+    const int own = is_there ? begin + lane : begin;
+    const int position = positions[own], slot = slots[own];
+    const unsigned large = __ballot_sync(~0u, is_there && position + reach > WHOLE);
+    const int behind = lane + 1 + more * __popc(large & (2u << lane) - 1);
+    const unsigned found = __ballot_sync(~0u, is_there && one < behind);
     if (found != 0) {
-      const int it = __ffs(found) - 1;
-      return {begin + it, one - __shfl_sync(~0u, before, it), __shfl_sync(~0u, slot, it)};
+      const int at = __ffs(found) - 1;
+      return {begin + at, one - at - more * __popc(large & (1u << at) - 1),
+              __shfl_sync(~0u, slot, at)};
     }
-    one -= __shfl_sync(~0u, behind, 31);
+    one -= min(tokens - begin, 32) + more * __popc(large);
   }
   return {-1, 0, 0};
 }

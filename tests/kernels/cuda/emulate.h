@@ -287,7 +287,6 @@ inline unsigned __ballot_sync(unsigned, int vote) {
 }
 inline int __all_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) == ~0u; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __syncthreads_and(int vote) {
   static int all, none;  // `none` is what threads set, so that nobody needs to begin
