@@ -300,17 +300,14 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     if deal is None:
         return False
     matrices, ends = stream.placed(task, launch.others, launch.matrices)
-    first = task.columns, *ends[:3], deal.depth, launch.epilogue, deal.first_other, *ends[3:]
+    numbers = task.columns, task.tokens, launch.epilogue, *ends, deal.first_other, deal.depth
     read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
     ops.kernel(deal.instance(task.pair, bool(launch.line)))(
         (deal.blocks,),
         deal.threads,
-        (
-            *(*matrices[::4], *map(np.int32, first), read, gain, *shares, np.int32(task.tokens)),
-            *(*matrices[1::4], *matrices[2::4], *matrices[3::4], *launch.line),
-        ),
+        (*matrices, read, *map(np.int32, numbers), gain, *shares, *launch.line),
         shared=deal.shared,
     )
     return True

@@ -1,6 +1,6 @@
 // The product of few rows from sm_80 on: blocks stay, and each warp streams its chunks of weights,
-// which lie by tiles (tiles.cuh), through a ring of `depth` places in shared memory, without a
-// pause from one tile to the next.
+// which lie by tiles (tiles.cuh), through a ring of `depth` places in shared memory, without a pause
+// from one tile to the next.
 //
 // A gate's tile and its up's are one unit. A block has TEAMS teams of WARPS warps, and each takes
 // every n-th unit of its format's; its warps share the columns as in matmul_rows.cu and sums are
@@ -191,19 +191,17 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
   float* sums = norm.sums + team * 2 * WARPS * subs * one;
   if (norm.gain != nullptr) norm.ask(all.k);
   Ending ending(units, 32 * warp + lane);
+  if (ONE) ending.find(unit);  // where there are registers to keep it in
 
   // The first turn waits, and stages tokens: what turns have in common is then ready before that.
   for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
     if (count == 0) {
-      stage<F>(all, norm, tokens, warp_of_block, lane, [&] {
-        if (ONE) ending.find(unit);  // where there are registers to keep it in
-      });
+      stage<F>(all, norm, tokens, warp_of_block, lane);
       __syncthreads();
       if (unit >= units.count) break;
     }
     // Two sets of sums in turn, so that a set is read while the next is made.
-    float* set = sums + (count & 1) * WARPS * subs * one;
-    if (ONE) set = same_memory(set);
+    float* set = same_memory(sums + (count & 1) * WARPS * subs * one);
     for (int sub = 0; sub < subs; ++sub) {
       float total[PASSES][Tile::VALUES] = {};
 #pragma unroll 1
@@ -230,14 +228,13 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
 }
 #endif
 
-// What the first copies need comes first: each 64 bytes of this are far away when a block begins.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    matmul_stream(const std::uint8_t* weights0, const std::uint8_t* weights1,
-                  const std::uint8_t* weights2, int k, int first, int second, int count, int depth,
-                  int epilogue, int first_other, int other_first, int other_second,
-                  int other_count, const float* x, const float* gain, float eps, float share,
-                  int tokens, const float* bias0, const float* bias1, const float* bias2,
-                  float* out0, float* out1, float* out2, int rows0, int rows1, int rows2
+    matmul_stream(const std::uint8_t* weights0, const float* bias0, float* out0, int rows0,
+                  const std::uint8_t* weights1, const float* bias1, float* out1, int rows1,
+                  const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
+                  const float* x, int k, int tokens, int epilogue, int first, int second,
+                  int count, int other_first, int other_second, int other_count, int first_other,
+                  int depth, const float* gain, float eps, float share
 #if PUSH
                   , const Group* group, int rank, int ranks
 #endif
