@@ -106,9 +106,8 @@ def _deal(task: stream.Task, turns: int) -> Deal | None:
     if task.others:
         tiles = max(tiles, -(-task.others // (clusters - first)))
     slots = -(-task.columns // (256 * CLASSES))
-    for held, crew, boxes, most_depth in _ways(task.pair, passes, tiles, slots):
+    for held, crew, boxes, depth in _ways(task.pair, passes, tiles, slots):
         own_boxes = 1 if tiles <= held * crew else boxes
-        depth = min(most_depth, _chunks(-(-tiles // held), slots, crew))
         most = max(_crews(task.pair, passes, held))
         sizes = slots, 8 * passes, held, crew, most, depth, own_boxes
         shared = max(_shared_bytes(part, *sizes) for part in parts)
@@ -139,13 +138,6 @@ def _ways(
         yield from ((2, crew, *memory) for memory in MEMORY[1:] for crew in CREWS[2])
     for crew in sorted(_crews(pair, passes, 1), key=cost):
         yield from ((1, crew, *memory) for memory in MEMORY)
-
-
-def _chunks(units: int, slots: int, crew: int) -> int:
-    """That a warp multiplies, of so many tiles, or pairs of them. A ring has no more places, so
-    that the blocks of the next kernel find room."""
-    rounds, left = divmod(units, crew)
-    return rounds * slots + (0 if left == 0 else 1 if left * slots <= crew else slots)
 
 
 def _step(warps: int) -> int:
