@@ -46,7 +46,6 @@ PIECES = 512  # of all KV heads together, for long contexts: enough to fill a GP
 # heads, or of kernels that are told types, are two on a multiprocessor, others three.
 CLUSTERS, LARGE_CLUSTERS = 40, 30
 MANY_PIECES = 32  # of several tokens, if each has one: then a block takes a whole piece
-AT_ONCE = 2  # of such blocks, on a multiprocessor; each takes one piece after another
 LOG2E = 1.4426950408889634
 
 LITTLE_SHARED = dict.fromkeys((86, 89, 120), 99 << 10)  # bytes a block, of cards from sm_80 on
@@ -261,7 +260,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
     partial = ops.scratch((batch * each * call.num_heads * stride, call.cache.value_dim))
     stats = ops.scratch((batch * each * call.num_heads * stride, 2))
     pointers = call.q, call.cache.keys, call.cache.values, call.table, call.batch.slots
-    blocks, heads = _blocks(call, batch, tiles, ops.arch), call.cache.kv_heads * parts
+    blocks = _blocks(call, batch, tiles, ops.arch)
     instance = DECODE[dim, kind, tiles, blocks]
     shared = decode_shared(dim, kind, tiles, ops.arch, blocks)
     plan_ptr = 0 if plan is None else plan.ptr
@@ -270,7 +269,7 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
         numbers = start, stop, parts, *call.cache_numbers, call.width, call.cache.pages
         ends = call.window, most, stride, chunk
         ops.kernel(instance)(
-            (_across(ops, stop - start, pieces, blocks, heads), heads),
+            ((stop - start) * pieces * min(blocks, _shares(ops.arch)), call.cache.kv_heads * parts),
             32 * STRANDS,
             (
                 *(array.ptr for array in pointers),
@@ -341,14 +340,6 @@ def _blocks(call: _Call, tokens: int, tiles: int, arch: int) -> int:
     pieces = tokens * call.cache.kv_heads if tokens > 1 else 0
     is_many = arch >= CLUSTERS_FROM and pieces >= MANY_PIECES
     return _clusters(dim, kind, tiles)[-1] if is_many else SHARES
-
-
-def _across(ops: Launcher, tokens: int, pieces: int, blocks: int, heads: int) -> int:
-    """Blocks of a launch for each of so many parts of heads. Those that take whole pieces are no
-    more than there is room for, if each token has one: an empty piece needs none of its own."""
-    if ops.arch < CLUSTERS_FROM or blocks > 1:
-        return tokens * pieces * min(blocks, _shares(ops.arch))
-    return min(tokens * pieces, max(tokens, AT_ONCE * ops.multiprocessors // heads))
 
 
 def _chunk(members: int, tiles: int) -> int:

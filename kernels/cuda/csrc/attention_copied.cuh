@@ -185,12 +185,6 @@ struct CopiedSteps {
       page = s.where.id(ahead.p);
       if (HAS_BELLS) make_bells(bells, lane);
     }
-    // Others may be made where bells are.
-    __device__ void end(int lane) const {
-#if VP_ARCH >= 900
-      if (lane < BELLS) unmake_bell(bells + lane);
-#endif
-    }
   };
   __device__ void begin(const Source& s, State& state, int fresh, int lane) {
     state.asked = ask_first(s, state.bells, state.first_p, state.first_page, 0, fresh, lane);

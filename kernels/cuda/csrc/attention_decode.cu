@@ -8,7 +8,6 @@
 // -D HEAD_DIM, KIND, ROW_TILES (16 rows each), CLUSTER
 #include "attention_blocks.cuh"
 #include "attention_items.cuh"
-#include "attention_steps.cuh"
 #include "grid.cuh"
 
 namespace voltapile {
@@ -103,6 +102,125 @@ __device__ __forceinline__ void stage_more(Shared& sh, const float* q, int dim, 
   }
 }
 
+// Row tiles that no row is in are skipped where that is cheap. (On sm_80 and later branches keep
+// the compiler from loading ahead; before, that is welcome: it would spill.)
+__device__ __forceinline__ bool is_skipped(int t, int tiles) {
+  return VP_ARCH < 800 && t >= tiles;
+}
+
+// Half of a tile's rows that none is in.
+__device__ __forceinline__ bool is_empty(int t, int i, int used) {
+  return VP_ARCH >= 900 && ROW_TILES == 1 && 16 * t + Mma::row_of(0, i) >= used;
+}
+
+// s[t] = 16 queries times STEP keys, in two sums where nothing truncates: half the latency.
+__device__ __forceinline__ void score(Square (&s)[ROW_TILES], const half_bits* q,
+                                      const KvTile& keys, int tiles, int lane) {
+  constexpr int CHAINS = TRUNCATES ? (DIM + CHAIN - 1) / CHAIN : 2;
+  Square part[CHAINS][ROW_TILES];
+#pragma unroll
+  for (int n = 0; n < CHAINS; ++n)
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) part[n][t].clear();
+#pragma unroll
+  for (int k = 0; k < DIM; k += KvTile::WIDTH) {
+    Mma::B b[KvTile::WIDTH / 16];
+    keys.keys(b, k, lane);
+#pragma unroll
+    for (int j = 0; j < KvTile::WIDTH / 16; ++j) {
+      const int n = TRUNCATES ? k / CHAIN : (k / 16 + j) % 2;
+#pragma unroll
+      for (int t = 0; t < ROW_TILES; ++t)
+        if (!is_skipped(t, tiles))
+          Mma::product(part[n][t], Mma::load_a(q + 16 * t * PITCH + k + 16 * j, PITCH, lane), b[j]);
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      s[t].e[e] = part[0][t].e[e];
+#pragma unroll
+      for (int n = 1; n < CHAINS; ++n) s[t].e[e] += part[n][t].e[e];
+    }
+}
+
+// Scores of STEP positions from p on become probabilities, and the sums of values so far, if
+// there are any, are multiplied by `alpha`; where tensor cores truncate, the caller does that.
+__device__ __forceinline__ void soften(Square (&s)[ROW_TILES], Sums& sums,
+                                       float (&alpha)[ROW_TILES][2], const Row* rows, int p,
+                                       float cap, int used, int lane) {
+  bool moves = false;
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      alpha[t][i] = 1.0f;
+      if (is_skipped(t, (used + 15) / 16) || is_empty(t, i, used)) continue;
+      const Row row = rows[16 * t + Mma::row(lane, i)];
+      finish_scores(s[t], i, p, row.low, row.high, row.factor, KIND == ANY ? cap : 0.0f, lane);
+      const bool has_sums = sums.running[t][i].m != -infinity();
+      const float shift = sums.running[t][i].take(row_max(largest(s[t], i)), alpha[t][i]);
+      sums.sum[t][i] = __fmaf_rn(sums.sum[t][i], alpha[t][i], exponentials(s[t], i, shift));
+      moves |= has_sums && alpha[t][i] != 1.0f;
+    }
+  if (TRUNCATES || __ballot_sync(WHOLE_WARP, moves) == 0) return;
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (is_empty(t, i, used)) continue;
+#pragma unroll
+      for (int c = 0; c < DIM / 16; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = sums.out[t][c].e[(e & 1) + 2 * i + 4 * (e >> 1)];
+          x = __fmul_rn(x, alpha[t][i]);
+        }
+    }
+}
+
+__device__ __forceinline__ void add_values(Sums& sums, const Square (&s)[ROW_TILES],
+                                           const KvTile& values,
+                                           const float (&alpha)[ROW_TILES][2], int tiles,
+                                           int lane) {
+  Mma::A p[ROW_TILES];
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t) p[t] = Mma::from_square(s[t], lane);
+#pragma unroll
+  for (int c = 0; c < DIM / 16; c += KvTile::WIDTH / 16) {
+    Mma::B b[KvTile::WIDTH / 16];
+    values.values(b, 16 * c, lane);
+#pragma unroll
+    for (int j = 0; j < KvTile::WIDTH / 16; ++j)
+#pragma unroll
+      for (int t = 0; t < ROW_TILES; ++t) {
+        if (is_skipped(t, tiles)) continue;
+        Square& out = sums.out[t][c + j];
+        if (!TRUNCATES) {
+          Mma::product_by_rows(out, p[t], b[j]);
+          continue;
+        }
+        Square fresh;
+        fresh.clear();
+        Mma::product_by_rows(fresh, p[t], b[j]);
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          out.e[e] = __fmaf_rn(out.e[e], alpha[t][e >> 1 & 1], fresh.e[e]);
+      }
+  }
+}
+
+__device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t) {
+#pragma unroll
+    for (int c = 0; c < DIM / 16; ++c) sums.out[t][c].clear();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sums.running[t][i] = Running(), sums.sum[t][i] = 0.0f;
+  }
+}
+
 // A strand's whole way.
 __device__ __forceinline__ void go_through(Sums& sums, Shared& sh, Steps::State& state, float cap,
                                            int warp, int lane) {
@@ -162,121 +280,11 @@ __device__ __noinline__ void join_rows(Shared& sh, unsigned* tickets, Member own
   }
 }
 
-// What a launch is told.
-struct Call {
-  const float* q;
-  Cache caches[2];
-  const int *table, *slots, *positions, *heads, *plan;
-  float* partial;
-  float2* stats;
-  unsigned* tickets;
-  float *attended, *weights;
-  int first, last, parts, kv_heads, num_heads, width, pages;
-  float scale, cap;
-  int window, most, stride, chunk, pieces, members;
-};
-
-constexpr bool LOOPS = TURNS > 1;  // blocks take one piece after another
-
-// The `one`-th of the launch. Tokens are looked at together where blocks loop: those of a single
-// piece, most likely all, then cost no turn more.
-__device__ __forceinline__ Errand find_errand(const Call& all, int one) {
-  if (LOOPS && all.plan == nullptr)
-    return errand_of(all.slots + all.first, all.positions + all.first, all.last - all.first, one,
-                     all.chunk, all.pieces);
-  const int number = all.pieces == 1 ? one : one / all.pieces;
-  return {number, one - number * all.pieces, -1};
-}
-
-struct Piece {
-  Places places;
-  int number;  // of its token or item
-  int positions;
-  bool is_only;
-};
-
-// What a block does when its queries are there.
-__device__ __forceinline__ void finish(Shared& sh, const Call& all, Steps::State& state,
-                                       const Piece& piece, int warp, int lane) {
-  const int rank = blockIdx.x % BLOCKS;
-  Sums sums;
-  go_through(sums, sh, state, all.cap, warp, lane);
-  const Target to{all.attended, all.partial, all.stats, piece.is_only, all.caches[1].dim,
-                  {all.weights, all.positions, all.num_heads}};
-  const Member own{&sh.bell, rank, blocks_of(piece.positions)};
-  write_piece(sh.ends, sh.inbox, sh.rows, sums, sh.used, own, to, warp, lane);
-  if (!piece.is_only)
-    join_rows(sh, all.tickets + (piece.number * gridDim.y + blockIdx.y) * ROWS, own, to,
-              piece.places);
-  if (!LOOPS) return;
-  state.end(lane);
-  order_copies();  // of the next piece, behind what lies where they go
-  __syncthreads();
-}
-
-// A piece, if anybody sees any of it. All threads of the block return alike.
-__device__ __forceinline__ void take(Shared& sh, const Call& all, const Errand& errand, int warp,
-                                     int lane) {
-  const int limit = all.width * PAGE, window = all.window, most = all.most;
-  const unsigned rank = blockIdx.x % BLOCKS;
-  const int number = errand.number, index = all.first + number;
-  const int kv_head = all.parts == 1 ? blockIdx.y : blockIdx.y / all.parts;
-  const bool is_planned = all.plan != nullptr, is_even = all.members > 0;
-  const int own_begin = is_even ? kv_head * all.members : all.heads[kv_head];  // with the rest
-  const int own_end = is_even ? own_begin + all.members : all.heads[kv_head + 1];
-  if (is_planned) {
-    grid_wait();
-    if (index >= all.plan[0]) return;
-  }
-  const Item item = is_planned
-                        ? Item{all.plan[4 + 2 * index], all.plan[5 + 2 * index], 1 << 30}
-                        : item_at(all.slots, all.positions, index, all.first, all.last, all.chunk,
-                                  limit, window, most);
-  Rows mine{is_even ? nullptr : all.heads + all.kv_heads + 1 + own_begin, own_begin,
-            own_end - own_begin, static_cast<int>(blockIdx.y - kv_head * all.parts) * ROWS};
-  mine.used = min(ROWS, item.count * mine.members - mine.first);
-  if (mine.used <= 0) return;
-  const Span seen = span_of_item(item, all.positions, limit, window, most);
-  const int piece = seen.first + errand.piece;
-  const int least = seen.low / (PAGE * SHARES) * (PAGE * SHARES);
-  const int start = max(piece * seen.piece, least), end = min((piece + 1) * seen.piece, seen.high);
-  if (start + begin_of(rank) >= end) return;
-
-  const int slot = errand.slot >= 0 ? errand.slot : all.slots[item.begin];
-  const Pages where{all.table + static_cast<long long>(slot) * all.width, all.pages, all.kv_heads,
-                    kv_head, all.width};
-  const Source from{{all.caches[0], all.caches[1]}, where, seen.low, seen.high,
-                    start + begin_of(rank), end};
-  Steps::State state(from, sh.bells[warp], lane);
-  if (threadIdx.x == 0) {
-    open_inbox(&sh.bell);
-    sh.from = from;
-    sh.used = mine.used;
-  }
-  __syncthreads();
-  sh.strands[warp].begin(sh.from, state, item.fresh, lane);
-  const int offset = (is_planned ? number * all.chunk : number) - item.begin;
-  const Places places{offset * all.num_heads * all.stride, all.stride};
-  place_rows(sh, mine, item, seen, places, all.positions, piece, all.num_heads, limit, window,
-             most);
-  __syncthreads();
-  TwoRows queries;
-  queries.find(sh, warp);
-  grid_wait();
-  queries.read(all.q, all.caches[0].dim, lane);
-  sh.strands[warp].go_on(sh.from, state, lane);
-  queries.stage(sh, warp, all.scale, lane);
-  stage_more(sh, all.q, all.caches[0].dim, all.scale, warp, lane);
-  __syncthreads();
-  finish(sh, all, state, Piece{places, number, end - start, seen.first == seen.last}, warp, lane);
-}
-
 }  // namespace voltapile
 
 using namespace voltapile;
 
-// grid: (tokens or items * pieces * BLOCKS, KV heads * parts of their rows); where a block takes
-// whole pieces, there may be fewer of them: then it takes each so many-th
+// grid: (tokens or items * pieces * BLOCKS, KV heads * parts of their rows)
 // heads: int[kv_heads + 1 + H], where each KV head's query heads begin and end, then those
 // members: not 0 where each KV head has that many query heads, in their order; spares reading those
 // plan: null, or of attention_plan.cu: int count, -, -, -, then (first token, tokens) of each item
@@ -295,19 +303,64 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
                  int width, int pages, float scale, float cap, int window, int most, int stride,
                  int chunk, int pieces, int members) {
   Shared& sh = *reinterpret_cast<Shared*>(own_memory(shared));
-  const int lane = threadIdx.x & 31;
+  const int lane = threadIdx.x & 31, limit = width * PAGE;
   const int warp = __shfl_sync(WHOLE_WARP, threadIdx.x >> 5, 0);  // known to be one number
+  const unsigned rank = blockIdx.x % BLOCKS, one = blockIdx.x / BLOCKS;
+  const int number = pieces == 1 ? one : one / pieces, index = first + number;
+  const int kv_head = parts == 1 ? blockIdx.y : blockIdx.y / parts;
+  const bool is_planned = plan != nullptr;
   grid_launch();
-  const Call all{q,        {{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}},
-                 table,    slots,     positions, heads, plan,  partial, stats,  tickets,
-                 attended, weights,   first,     last,  parts, kv_heads, num_heads, width,
-                 pages,    scale,     cap,       window, most, stride,  chunk,  pieces,
-                 members};
-  if (!LOOPS) return take(sh, all, find_errand(all, blockIdx.x / BLOCKS), warp, lane);
-#pragma unroll 1
-  for (int one = blockIdx.x; one < (last - first) * pieces; one += gridDim.x) {
-    const Errand errand = find_errand(all, one);
-    if (errand.number < 0) return;
-    take(sh, all, errand, warp, lane);
+  const bool is_even = members > 0;
+  const int own_begin = is_even ? kv_head * members : heads[kv_head];  // asked for with the rest
+  const int own_end = is_even ? own_begin + members : heads[kv_head + 1];
+  if (is_planned) {
+    grid_wait();
+    if (index >= plan[0]) return;
   }
+  const Item item = is_planned ? Item{plan[4 + 2 * index], plan[5 + 2 * index], 1 << 30}
+                               : item_at(slots, positions, index, first, last, chunk, limit,
+                                         window, most);
+  Rows mine{is_even ? nullptr : heads + kv_heads + 1 + own_begin, own_begin, own_end - own_begin,
+            static_cast<int>(blockIdx.y - kv_head * parts) * ROWS};
+  mine.used = min(ROWS, item.count * mine.members - mine.first);
+  if (mine.used <= 0) return;
+  const Span all = span_of_item(item, positions, limit, window, most);
+  const int piece = all.first + one - number * pieces;
+  const int least = all.low / (PAGE * SHARES) * (PAGE * SHARES);
+  const int start = max(piece * all.piece, least), end = min((piece + 1) * all.piece, all.high);
+  if (start + begin_of(rank) >= end) return;
+
+  const Pages where{table + static_cast<long long>(slots[item.begin]) * width, pages, kv_heads,
+                    kv_head, width};
+  const Source from{{{key_base, key_kind, key_dim}, {value_base, value_kind, value_dim}}, where,
+                    all.low, all.high, start + begin_of(rank), end};
+  Steps::State state(from, sh.bells[warp], lane);
+  if (threadIdx.x == 0) {
+    open_inbox(&sh.bell);
+    sh.from = from;
+    sh.used = mine.used;
+  }
+  __syncthreads();
+  sh.strands[warp].begin(sh.from, state, item.fresh, lane);
+  const Places places{((is_planned ? number * chunk : number) - item.begin) * num_heads * stride,
+                      stride};
+  const bool is_only = all.first == all.last;
+  place_rows(sh, mine, item, all, places, positions, piece, num_heads, limit, window, most);
+  __syncthreads();
+  TwoRows queries;
+  queries.find(sh, warp);
+  grid_wait();
+  queries.read(q, key_dim, lane);
+  sh.strands[warp].go_on(sh.from, state, lane);
+  queries.stage(sh, warp, scale, lane);
+  stage_more(sh, q, key_dim, scale, warp, lane);
+  __syncthreads();
+
+  Sums sums;
+  go_through(sums, sh, state, cap, warp, lane);
+  const Target to{attended, partial, stats, is_only, value_dim, {weights, positions, num_heads}};
+  const Member own{&sh.bell, static_cast<int>(rank), blocks_of(end - start)};
+  write_piece(sh.ends, sh.inbox, sh.rows, sums, sh.used, own, to, warp, lane);
+  if (!is_only)
+    join_rows(sh, tickets + (number * gridDim.y + blockIdx.y) * ROWS, own, to, places);
 }

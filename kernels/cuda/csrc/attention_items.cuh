@@ -44,34 +44,6 @@ __device__ __forceinline__ Span span_of_item(const Item& item, const int* positi
   return all;
 }
 
-// One piece of a token or item of the launch, counted from its first one; number -1: there is none.
-struct Errand {
-  int number, piece, slot;
-};
-
-// The `one`-th piece of so many tokens, each of which has one while it and `reach` - 1 more fit in
-// that, and else `pieces`. The whole warp calls.
-__device__ __noinline__ Errand errand_of(const int* slots, const int* positions, int tokens,
-                                         int one, int reach, int pieces) {
-  const int lane = threadIdx.x & 31, more = pieces - 1;
-#pragma unroll 1
-  for (int begin = 0; begin < tokens; begin += 32) {
-    const bool is_there = begin + lane < tokens;
-    const int own = is_there ? begin + lane : begin;
-    const int position = positions[own], slot = slots[own];
-    const unsigned large = __ballot_sync(~0u, is_there && position + reach > WHOLE);
-    const int behind = lane + 1 + more * __popc(large & (2u << lane) - 1);
-    const unsigned found = __ballot_sync(~0u, is_there && one < behind);
-    if (found != 0) {
-      const int at = __ffs(found) - 1;
-      return {begin + at, one - at - more * __popc(large & (1u << at) - 1),
-              __shfl_sync(~0u, slot, at)};
-    }
-    one -= min(tokens - begin, 32) + more * __popc(large);
-  }
-  return {-1, 0, 0};
-}
-
 // A block's rows: heads of one KV head, for one token after another.
 struct Rows {
   const int* own;  // the KV head's query heads; null: `members` from `begin` on

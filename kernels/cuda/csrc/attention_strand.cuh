@@ -94,7 +94,6 @@ struct ReadSteps {
     Fetch<PART, 32> fetch{static_cast<int>(threadIdx.x & 31)};
     int page, next;
     __device__ State(const Source& s, Bell*, int) : page(s.where.at(Walk(s).p)) {}
-    __device__ void end(int) const {}
   };
   __device__ void begin(const Source&, State&, int, int) {}
   __device__ void go_on(const Source& s, State& state, int) { read_keys(s, state, Walk(s).p); }

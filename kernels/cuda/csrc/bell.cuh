@@ -27,10 +27,6 @@ __device__ __forceinline__ void tell_bells() {
 __device__ __forceinline__ void make_bell(Bell* bell) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(bell)) : "memory");
 }
-// Before another is made at the same place, when nobody waits any more.
-__device__ __forceinline__ void unmake_bell(Bell* bell) {
-  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(bell)) : "memory");
-}
 // By one thread.
 __device__ __forceinline__ void expect(Bell* bell, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(

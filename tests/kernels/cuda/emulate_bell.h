@@ -18,10 +18,6 @@ static_assert(sizeof(BellState) == 8);
 inline BellState& state_of(std::uint64_t* bell) { return *reinterpret_cast<BellState*>(bell); }
 
 inline void make_bell(std::uint64_t* bell) { state_of(bell) = {}; }
-inline void unmake_bell(std::uint64_t* bell) {
-  if (state_of(bell).is_expected) abort();
-  memset(bell, 0xEE, sizeof *bell);
-}
 inline void expect(std::uint64_t* bell, int bytes) {
   auto& state = state_of(bell);
   if (state.is_expected) abort();

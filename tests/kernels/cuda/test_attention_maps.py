@@ -113,32 +113,6 @@ def test_a_cluster_gives_the_bits_of_one_block(
     np.testing.assert_array_equal(world.run(), together)
 
 
-@pytest.mark.parametrize("case", [
-    Case([(0, 5, 1), (1, 2199, 2), (2, 70, 1), (3, 2600, 1)], heads=2, kv_heads=1),
-    Case([(i, 2100 if i in (2, 33) else 5 * i, 1) for i in range(36)], heads=1, kv_heads=1),
-    Case([(0, 40, 1), (1, 2300, 3)], heads=1, kv_heads=1, window=2080, types=("q8_0", "q8_0")),
-], ids=["few", "many", "behind"])  # fmt: skip
-@pytest.mark.parametrize("most", [0, 64])
-def test_blocks_take_one_piece_after_another(
-    ops_for: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch, case: Any, most: int
-) -> None:
-    """As many blocks as tokens, or more: tokens of one piece have no empty ones."""
-    ops = ops_for(90)
-    world = World(ops, ops.array, case)
-    picked = [i for i, (_, position) in enumerate(world.tokens) if position > 2000][:4]
-    alone = [world.run(i, i + 1, 1)[0] for i in picked]
-    monkeypatch.setattr(launcher, "_blocks", lambda *_: 1)
-    monkeypatch.setattr(launcher, "AT_ONCE", most)
-    ops.launched.clear()
-    together = world.run(outputs=len(world.tokens))
-    instance, grid, _ = ops.launched[-1]
-    assert dict(instance.defines)["CLUSTER"] == "1"
-    assert grid[0] == len(world.tokens) if most == 0 else grid[0] > len(world.tokens)
-    world.check(together)
-    for i, row in zip(picked, alone, strict=True):
-        np.testing.assert_array_equal(together[i], row)
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 def test_prompt_rows(ops_for: Callable[[int], Any], arch: int) -> None:
     """A mixed step: two prompts of which one goes on, a generated row between them."""
