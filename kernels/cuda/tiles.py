@@ -2,8 +2,8 @@
 
 A tile is 16 rows, a chunk 256 of their columns. A tile has the bytes that its rows have in the
 file, but chunk behind chunk, each of them row behind row: what a warp multiplies at once is
-contiguous, and comes by one copy. A matrix that is not whole tiles, or that somebody cuts elsewhere,
-lies as in the file. Knows bytes; no device.
+contiguous, and comes by one copy. A matrix that is not whole tiles, or that somebody cuts
+elsewhere, lies as in the file. Knows bytes; no device.
 """
 
 from __future__ import annotations

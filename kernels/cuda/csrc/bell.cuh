@@ -1,6 +1,6 @@
-// Bells in shared memory, and copies that ring them (from sm_90 on): each time that a bell is told to
-// expect some bytes, it rings when so many have come. A copy is one instruction of one thread, holds
-// up nobody, and may be any multiple of 16 bytes.
+// Bells in shared memory, and copies that ring them (from sm_90 on): each time that a bell is told
+// to expect some bytes, it rings when so many have come. A copy is one instruction of one thread,
+// holds up nobody, and may be any multiple of 16 bytes.
 #pragma once
 #include "half.cuh"
 

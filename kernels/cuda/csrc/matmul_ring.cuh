@@ -1,5 +1,5 @@
-// What matmul_stream.cu and matmul_wide.cu are made of: a product, what a chunk takes, a warp's ring
-// of them, its sums.
+// What matmul_stream.cu and matmul_wide.cu are made of: a product, what a chunk takes, a warp's
+// ring of them, its sums.
 #pragma once
 #include "bell.cuh"
 #include "matmul_chunk.cuh"
@@ -56,8 +56,9 @@ struct TileMemory {
 };
 
 // A warp's chunks on their way to shared memory, to `depth` places in turn, DEPTH at most: each by
-// one copy that rings a bell; before sm_90 by copies of all lanes, a group for each chunk. The whole
-// warp calls all of this, and is past what it has read of a place before that is filled again.
+// one copy that rings a bell; before sm_90 by copies of all lanes, a group for each chunk. The
+// whole warp calls all of this, and is past what it has read of a place before that is filled
+// again.
 template <class F>
 struct Ring {
   static constexpr int CHUNK = TileMemory<F>::CHUNK;
@@ -87,7 +88,8 @@ struct Ring {
     std::uint8_t* own = places + to * CHUNK + 16 * lane;
 #pragma unroll
     for (int at = 0; at < CHUNK; at += 512)
-      if (at + 512 <= CHUNK || at + 16 * lane < CHUNK) copy_async(own + at, from + 16 * lane + at, 16);
+      if (at + 512 <= CHUNK || at + 16 * lane < CHUNK)
+        copy_async(own + at, from + 16 * lane + at, 16);
 #endif
   }
   // Behind each fetch, also where nothing was left to fetch.

@@ -1,6 +1,6 @@
 // The product of few rows from sm_80 on: blocks stay, and each warp streams its chunks of weights,
-// which lie by tiles (tiles.cuh), through a ring of `depth` places in shared memory, without a pause
-// from one tile to the next.
+// which lie by tiles (tiles.cuh), through a ring of `depth` places in shared memory, without a
+// pause from one tile to the next.
 //
 // A gate's tile and its up's are one unit. A block has TEAMS teams of WARPS warps, and each takes
 // every n-th unit of its format's; its warps share the columns as in matmul_rows.cu and sums are
