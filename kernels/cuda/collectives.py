@@ -69,22 +69,12 @@ class Late:
         return all(place.ptr >= each.ptr + each.nbytes or end <= each.ptr for each in read)
 
 
-@dataclass(frozen=True)
-class NormedSum:
-    """A sum of one row and its norm `out`, not launched either. launch: with what rows.rms_norm
-    calls mail."""
-
-    out: DeviceArray
-    launch: Callable[[int], None]
-
-
 class CudaCollectives:
     """See kernels/group.py. wires.py makes links. Before anything is launched comes `_catch_up`."""
 
     _links: Links | None = None
     _unfinished: Unfinished | Unlaunched | None = None
     _late: Late | None = None
-    _normed: NormedSum | None = None
 
     @functools.cached_property
     def _norms(self) -> LateNorms:
@@ -195,9 +185,6 @@ class CudaCollectives:
 
     def _catch_up(self) -> None:
         """Launch what is late."""
-        if self._normed is not None:
-            normed, self._normed = self._normed, None
-            normed.launch(0)
         product, self._unfinished = self._unfinished, None
         if isinstance(product, Unlaunched):
             product.launch(())
@@ -222,28 +209,12 @@ class CudaCollectives:
         if late.is_loose:
             norm = weight, eps, out
             group.all_reduce_rows(ops, links, late.part, x, True, late.scales, late.bias, norm)
-            return out
-
-        def launch(mail: int) -> None:
-            is_pushed = late.product is not None
+        else:
             if late.product is not None:
                 late.product.launch(group.line_of(links))
-            group.all_reduce_norm(ops, links, late.part, x, weight, eps, out, is_pushed, mail)
-
-        if len(x) == 1:
-            self._normed = NormedSum(out, launch)
-        else:
-            launch(0)
+            is_pushed = late.product is not None
+            group.all_reduce_norm(ops, links, late.part, x, weight, eps, out, is_pushed)
         return out
-
-    def _posts_norm(self, x: DeviceArray, mail: int) -> bool:
-        """Launches a late sum whose norm x is, which goes to mail as well."""
-        normed = self._normed
-        if normed is None or normed.out is not x:
-            return False
-        self._normed = None
-        normed.launch(mail)
-        return True
 
     def all_gather(self, part: DeviceArray | None, rows: int, widths: Sequence[int]) -> DeviceArray:
         if self._links is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.expert_groups import join
-from voltapile.kernels.cuda.expert_table import NOT_POSTED, ExpertTable, Posts, Shared
+from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher, Line
 from voltapile.shm.formats import row_bytes
 
@@ -28,7 +28,6 @@ UP_WARPS = PARTS_WARPS = 4
 UP_RINGS, PARTS_RING = (11264, 6912), 6912
 DEPTHS = range(2, 5)  # of a ring: csrc/expert_strip.cuh
 BESIDE = 3  # blocks of expert_up_stream
-ROUTED = 1024  # tickets that `route` of one token may not have left when mail comes behind them
 DOWN_WARPS = 12  # of a block, most
 BELLS = 128  # bytes, of a block
 # Bytes of shared memory that sources name, most, and that the hardware takes of a block.
@@ -36,19 +35,7 @@ NAMED, UP_NAMED, RESERVED = 3072, 128, 1024
 STRIP = 8  # tiles of 16 rows of a block of expert_parts
 FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
 UNITS = 2  # of 16 rows of a block of expert_up_stream, for more tokens
-
-
-@dataclass(frozen=True)
-class Inner:
-    """What `_up` makes: of routed experts [T * used, F], of the shared one [T, F] or None.
-    mailed: so many numbers of csrc/expert_mail.cuh, and behind them a ticket; 0: it is not mail."""
-
-    routed: DeviceArray
-    shared: DeviceArray | None
-    mailed: int
-    posts: Posts
-
-
+Inner = tuple[DeviceArray, DeviceArray | None]  # of routed experts, and of the shared one
 Routing = tuple[DeviceArray, DeviceArray]
 MOST_PAIRS = 32768  # of a launch: half of a grid's second axis, the rest is for the shared expert
 
@@ -203,18 +190,13 @@ def experts(
     shared: Shared | None,
     out: DeviceArray,
     adds: bool,
-    tickets: DeviceArray | None = None,
-    posts: Posts = NOT_POSTED,
 ) -> None:
-    """tickets: uint32 zeros, of all layers; without them `_down` waits for the whole of `_up`.
-    posts: what `_up` need not wait for."""
     layer, step = Layer(table, shared), MOST_PAIRS // routing[0].shape[1]
     for start in range(0, len(x), step):
         stop = min(len(x), start + step)
         own = routing[0][start:stop], routing[1][start:stop]
         with ops.scope():
-            inner = _inner(ops, own[0], layer, tickets, posts)
-            _up(ops, x[start:stop], own[0], layer, inner)
+            inner = _up(ops, x[start:stop], own[0], layer)
             down = _down if stop - start <= FEW or not layer.has_parts else _parts
             down(ops, inner, own, layer, out[start:stop], adds)
 
@@ -226,8 +208,6 @@ def begun(
     table: ExpertTable,
     shared: Shared | None,
     out: DeviceArray,
-    tickets: DeviceArray | None = None,
-    posts: Posts = NOT_POSTED,
 ) -> Callable[[Line], None] | None:
     """What ends it, with what a kernel is told of the group that it sends its part to, and has to
     be the next launch. None if down is not expert_down_stream's; then nothing has begun."""
@@ -235,53 +215,38 @@ def begun(
         return None
     layer = Layer(table, shared)
     with ops.scope():  # what comes after the end waits for it, and may have the memory
-        inner = _inner(ops, routing[0], layer, tickets, posts)
-        _up(ops, x, routing[0], layer, inner)
+        inner = _up(ops, x, routing[0], layer)
     return lambda line: _down(ops, inner, routing, layer, out, False, line)
 
 
-def _inner(
-    ops: Launcher, chosen: DeviceArray, layer: Layer, tickets: DeviceArray | None, posts: Posts
-) -> Inner:
-    shape = chosen.size, layer.table.gate.shape[1]
-    other_shape = chosen.shape[0], 0 if layer.shared is None else layer.shared.gate.shape[0]
-    first = shape[0] * shape[1]
-    mailed = first + other_shape[0] * other_shape[1]
-    if tickets is not None and chosen.shape[0] <= FEW and ROUTED + mailed < len(tickets):
-        start = tickets.ptr + 4 * ROUTED
-        routed = DeviceArray(start, shape, np.float32, tickets)
-        other = DeviceArray(start + 4 * first, other_shape, np.float32, tickets)
-    else:
-        routed, other, mailed = ops.scratch(shape), ops.scratch(other_shape), 0
-    posts = posts if mailed else NOT_POSTED  # who reads the last mail clears them
-    return Inner(routed, None if layer.is_alone else other, mailed, posts)
-
-
-def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer, inner: Inner) -> None:
-    """silu(gate x) * up x of each chosen expert, and of the one that all take."""
+def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inner:
+    """silu(gate x) * up x of each chosen expert, [T * used, F], and of the one that all take."""
     (tokens, columns), (_, rows, own_columns) = x.shape, layer.table.gate.shape
     assert columns == own_columns, (x, layer.table.gate.shape)
     units = 1 if tokens <= FEW else UNITS
     room = _room(lambda room: layer.up_bytes(room, units, UP_RINGS[-1]), tokens, ops.arch)
     ring = layer.up_ring(room, units, chosen.shape[1], max_shared(ops.arch))
     depths = (np.int32(_depth(name, ring)) for name in layer.up_pair)
+    inner, other = ops.scratch((chosen.size, rows)), None
     other_args: tuple[int, ...] = 0, 0, 0, 0
     other_rows = turns = 0
-    if (shared := layer.shared) is not None and inner.shared is not None:
+    if (shared := layer.shared) is not None:
         other_rows, turns = shared.gate.shape[0], _groups(tokens, room)
         assert shared.gate.shape == shared.up.shape == (other_rows, columns), shared
+        other = ops.scratch((tokens, other_rows))
         router = shared.router.ptr if shared.router is not None else 0
-        other_args = shared.gate.ptr, shared.up.ptr, router, inner.shared.ptr
+        other_args = shared.gate.ptr, shared.up.ptr, router, other.ptr
     numbers = tokens, chosen.shape[1], columns, rows, room, units
     ops.kernel(UP[layer.up_pair, layer.is_alone])(
         (_groups(max(rows, other_rows), 16 * units), chosen.size + turns),
         32 * UP_WARPS,
         (
-            *(*layer.table.args, chosen.ptr, x.ptr, inner.routed.ptr, *map(np.int32, numbers)),
-            *(next(depths), *other_args, np.int32(other_rows), next(depths), *inner.posts.args),
+            *(*layer.table.args, chosen.ptr, x.ptr, inner.ptr, *map(np.int32, numbers)),
+            *(next(depths), *other_args, np.int32(other_rows), next(depths)),
         ),
         shared=layer.up_bytes(room, units, ring),
     )
+    return inner, other
 
 
 def _down(
@@ -303,9 +268,8 @@ def _down(
         (rows // 16, tokens),
         32 * layer.down_warps(used),
         (
-            *(*layer.table.args, chosen.ptr, shares.ptr, inner.routed.ptr),
-            *(np.int32(inner.mailed), out.ptr, *map(np.int32, numbers)),
-            *(*layer.down_args(inner.shared), np.int32(layer.shared_columns), *inner.posts.args),
+            *(*layer.table.args, chosen.ptr, shares.ptr, inner[0].ptr, out.ptr),
+            *(*map(np.int32, numbers), *layer.down_args(inner[1]), np.int32(layer.shared_columns)),
             *line,
         ),
         shared=layer.down_bytes(used),
@@ -327,8 +291,8 @@ def _parts(
         (_groups(rows, 16 * STRIP), chosen.size + turns),
         32 * PARTS_WARPS,
         (
-            *(*layer.table.args, chosen.ptr, inner.routed.ptr, parts.ptr, *map(np.int32, numbers)),
-            *(*layer.down_args(inner.shared), 0 if other is None else other.ptr),
+            *(*layer.table.args, chosen.ptr, inner[0].ptr, parts.ptr, *map(np.int32, numbers)),
+            *(*layer.down_args(inner[1]), 0 if other is None else other.ptr),
             *map(np.int32, (layer.shared_columns, other_depth)),
         ),
         shared=layer.parts_bytes(room),

@@ -45,23 +45,6 @@ class Shared:
     router: CudaWeight | None
 
 
-@dataclass(frozen=True, eq=False)
-class Posts:
-    """Where the router leaves the choice for one token, which experts read as it comes, and a tag
-    of these launches; tag 0: it does not. array: uint64 [POSTS], as csrc/expert_mail.cuh says."""
-
-    array: DeviceArray | None
-    tag: int
-
-    @property
-    def args(self) -> tuple[int | np.uint32, ...]:
-        return 0 if self.array is None else self.array.ptr, np.uint32(self.tag)
-
-
-POSTS = 32 * 32
-NOT_POSTED = Posts(None, 0)
-
-
 def places_of(gate: CudaWeight, up: CudaWeight, down: CudaWeight) -> np.ndarray:
     """Of experts that all lie in this GPU's memory."""
     assert gate.shape == up.shape, (gate.shape, up.shape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from voltapile.kernels.cuda import expert_groups, expert_stream, matmul
 from voltapile.kernels.cuda.chunks import CHUNKS
-from voltapile.kernels.cuda.expert_table import NOT_POSTED, ExpertTable, Posts, Shared
+from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
 from voltapile.kernels.cuda.states import TAP_KINDS
@@ -90,14 +90,10 @@ def route(
     tickets: DeviceArray,
     is_rounded: bool,
     alone: int | None = None,
-    posts: Posts = NOT_POSTED,
-    mail: int = 0,
 ) -> tuple[DeviceArray, DeviceArray]:
-    """tickets: uint32 zeros, of all layers. alone: as that of `experts`. posts: of one token. mail:
-    where the launch before this one puts x, which is one row; 0: nowhere."""
+    """tickets: uint32 zeros, of all layers. alone: as that of `experts`."""
     (tokens, columns), experts = x.shape, router.shape[0]
     assert router.shape == (experts, columns), (x, router.shape)
-    assert not mail or tokens == 1, x
     chosen, weights = _choice(ops, tokens, experts, used, counts)
     first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
     held, step = _held(experts), len(tickets) // (8 * experts) * 8
@@ -109,7 +105,7 @@ def route(
         ops.kernel(ROUTE[router.type_name, held, slots])(
             (_groups(experts, ROUTED) + 1, _groups(count, 8)),
             256,
-            (*(each.ptr for each in arrays), *map(np.int32, sizes), *posts.args, mail),
+            (*(each.ptr for each in arrays), *map(np.int32, sizes)),
             shared=_choice_bytes(held) << (min(count, 8) - 1).bit_length(),
         )
     if first < tokens:
@@ -190,11 +186,9 @@ def experts(
     alone: int | None = None,
     shared: Shared | None = None,
     policy: Policy = EVERY_ROW_ALONE,
-    tickets: DeviceArray | None = None,
-    posts: Posts = NOT_POSTED,
 ) -> DeviceArray:
     """alone: so many first rows have the bits that they have alone; None: all. policy: of the
-    shared expert's products with the others. tickets, posts: as of `route`."""
+    shared expert's products with the others."""
     out = ops.scratch(x.shape) if add_to is None else add_to
     weights, adds = (table.gate, table.up, table.down), add_to is not None
     first = len(x) if alone is None else min(alone, len(x))
@@ -203,8 +197,7 @@ def experts(
     if first:
         own = routing[0][:first], routing[1][:first]
         if expert_stream.fits(ops, table, shared, own[0].shape[1]):
-            mail = tickets, posts
-            expert_stream.experts(ops, x[:first], own, table, shared, out[:first], adds, *mail)
+            expert_stream.experts(ops, x[:first], own, table, shared, out[:first], adds)
         else:
             _by_rows(ops, x[:first], own, table, out[:first], adds)
             _add_shared(ops, x[:first], shared, out[:first], EVERY_ROW_ALONE)

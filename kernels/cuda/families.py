@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from voltapile.kernels.cuda import delta, expert_stream, experts, gemm, mixes, sparse, streams
-from voltapile.kernels.cuda.expert_table import NOT_POSTED, ExpertTable, Posts, Shared, places_of
+from voltapile.kernels.cuda import delta, experts, gemm, mixes, sparse, streams
+from voltapile.kernels.cuda.expert_table import ExpertTable, Shared, places_of
 from voltapile.kernels.cuda.file_table import FileTable, RowReader
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
-from voltapile.kernels.cuda.norms import late_norm
 from voltapile.kernels.cuda.states import Porter, State, state_bytes
 from voltapile.kernels.families import (
     DeltaShape,
@@ -29,29 +28,16 @@ from voltapile.kernels.families import (
 )
 from voltapile.kernels.ops import Batch, Weight
 
-EARLY = 90  # compute capability from which on kernels start early: loader.py
 FEW = 64  # rows of streams that may be added to late
-MOST_TAGS = 65535  # of expert_table.Posts
 
 
 class Host(RowReader, Protocol):
-    """What the methods below need. tickets: uint32 [experts.TICKETS], zeros. posts: uint64
-    [expert_table.POSTS], zeros. row_mail: float32 [rows.LONGEST_ROW], zeros. porter: of states.
+    """What the methods below need. tickets: uint32 [experts.TICKETS], zeros. porter: of states.
     prompt_policy: of products with rows that rows_alone leaves."""
 
     tickets: DeviceArray
-    posts: DeviceArray
-    row_mail: DeviceArray
     porter: Porter
     _added: tuple[DeviceArray, DeviceArray, DeviceArray] | None
-    _posted: tuple[DeviceArray, Posts] | None
-    _tag: int
-
-    def _next_posts(self, x: DeviceArray) -> Posts: ...
-
-    def _norm_by_mail(self, x: DeviceArray) -> int: ...
-
-    def posts_of(self, chosen: DeviceArray) -> Posts: ...
 
     @property
     def prompt_policy(self) -> Policy: ...
@@ -79,9 +65,6 @@ class CudaFamilies:
     # What a stream_add_ was told: stream_in may do it. Its arrays may be free already, so nothing
     # is launched before it.
     _added: tuple[DeviceArray, DeviceArray, DeviceArray] | None = None
-    # What the last router chose and how it is posted; the last tag.
-    _posted: tuple[DeviceArray, Posts] | None = None
-    _tag = 0
 
     # --- experts ------------------------------------------------------------------------------
     def expert_table(self: Host, gate: Weight, up: Weight, down: Weight, first: int) -> ExpertTable:
@@ -99,11 +82,8 @@ class CudaFamilies:
     ) -> tuple[DeviceArray, DeviceArray]:
         own, generated = _own(router), batch.generated
         if experts.fits(own):
-            posts = self._next_posts(x)
-            tail = self.tickets, is_rounded, self.rows_alone(x), posts, self._norm_by_mail(x)
-            routing = experts.route(self, x, own, used, counts, generated, *tail)
-            self._posted = routing[0], posts
-            return routing
+            tail = self.tickets, is_rounded, self.rows_alone(x)
+            return experts.route(self, x, own, used, counts, generated, *tail)
         logits = self.linear(experts.to_bf16(self, x) if is_rounded else x, router)
         return experts.choose(self, logits, used, counts, generated)
 
@@ -116,29 +96,8 @@ class CudaFamilies:
         shared: SharedExpert | None = None,
     ) -> DeviceArray:
         alone, policy = self.rows_alone(x), self.prompt_policy
-        tail = alone, shared_of(shared), policy, self.tickets, self.posts_of(routing[0])
-        return experts.experts(self, x, routing, table, add_to, *tail)
-
-    def _next_posts(self: Host, x: DeviceArray) -> Posts:
-        """For the router of one generated row, whose experts come next."""
-        if len(x) != 1 or self.rows_alone(x) == 0 or self.arch < expert_stream.ARCH:
-            return NOT_POSTED
-        self._tag = self._tag % MOST_TAGS + 1
-        return Posts(self.posts, self._tag)
-
-    def _norm_by_mail(self: Host, x: DeviceArray) -> int:
-        """Launches a late norm that a router of one row is going to read."""
-        late = late_norm(x)
-        if late is None or len(x) != 1 or x.size > self.row_mail.size or self.arch < EARLY:
-            return 0
-        late.make(self.row_mail.ptr)
-        return self.row_mail.ptr
-
-    def posts_of(self: Host, chosen: DeviceArray) -> Posts:
-        """What the router that has made `chosen` posts, if it is the last one."""
-        if self._posted is None or self._posted[0] is not chosen:
-            return NOT_POSTED
-        return self._posted[1]
+        other = shared_of(shared)
+        return experts.experts(self, x, routing, table, add_to, alone, other, policy)
 
     def gate_rows_(self: Host, y: DeviceArray, x: DeviceArray, weight: Weight) -> DeviceArray:
         return experts.gate_rows_(self, y, x, _own(weight))

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cuda import expert_stream, plain, sparse
 from voltapile.kernels.cuda.device import Pinned
-from voltapile.kernels.cuda.expert_table import POSTS, ExpertTable
+from voltapile.kernels.cuda.expert_table import ExpertTable
 from voltapile.kernels.cuda.experts import TICKETS
-from voltapile.kernels.cuda.families import EARLY, CudaFamilies, shared_of
+from voltapile.kernels.cuda.families import CudaFamilies, shared_of
 from voltapile.kernels.cuda.file_table import NUMBER, ROWS, Checked, FileTable, Stage
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.matmul import Policy
 from voltapile.kernels.cuda.ops import SLACK, CudaOps
-from voltapile.kernels.cuda.rows import LONGEST_ROW
 from voltapile.kernels.cuda.states import Porter
 from voltapile.kernels.families import SharedExpert
 from voltapile.kernels.ops import Arrival, Weight
@@ -28,8 +27,6 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.tickets = self.zeros((TICKETS,), np.uint32)
-        self.posts = self.zeros((POSTS,), np.uint64)
-        self.row_mail = self.zeros((LONGEST_ROW,), np.float32)
         self.porter, self._pinned = Porter(self), list[Pinned]()
         self._stages: list[Stage] = []
 
@@ -90,18 +87,11 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
     ) -> DeviceArray:
         if add_to is None and self._can_push((len(x), x.shape[1])):
             out = self.scratch(x.shape)
-            mail = self.tickets, self.posts_of(routing[0])
-            end = expert_stream.begun(self, x, routing, table, shared_of(shared), out, *mail)
+            end = expert_stream.begun(self, x, routing, table, shared_of(shared), out)
             if end is not None:
                 return self._ends_late(out, end)
         self._changes(add_to, x)
         return super().experts(x, routing, table, add_to, shared)
-
-    def _norm_by_mail(self, x: DeviceArray) -> int:
-        mail = self.row_mail
-        if self.arch >= EARLY and x.size <= mail.size and self._posts_norm(x, mail.ptr):
-            return mail.ptr
-        return super()._norm_by_mail(x)
 
     def linears(
         self, x: DeviceArray, weights: Sequence[Weight], biases: Sequence[Weight | None]

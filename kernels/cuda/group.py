@@ -137,14 +137,11 @@ def all_reduce_norm(
     eps: float,
     out: DeviceArray,
     is_pushed: bool = False,
-    mail: int = 0,
 ) -> None:
-    """x += the sum over ranks of part; out = rms_norm of x. is_pushed: all ranks have the part.
-    mail: as of rows.rms_norm."""
-    assert not mail or len(x) == 1, x
+    """x += the sum over ranks of part; out = rms_norm of x. is_pushed: all ranks have the part."""
     assert (weight.shape, out.shape) == (x.shape[1:], x.shape), (weight.shape, out, x)
     ends = weight.ptr, out.ptr, np.float32(eps)
-    _by_rows(ops, links, part, x, ends, is_pushed, True, mail)
+    _by_rows(ops, links, part, x, ends, is_pushed, True)
 
 
 def all_reduce_fours(
@@ -167,13 +164,12 @@ def _by_rows(
     norm: tuple[int, int, np.float32],
     is_pushed: bool,
     accumulate: bool,
-    mail: int = 0,
 ) -> None:
     """norm: addresses of its weight and of where it goes, and eps."""
     (rows, n), (weight, out, eps), (record, *place) = x.shape, norm, line_of(links)
     arrays = record, 0 if part is None else part.ptr, x.ptr, weight, out
     numbers = np.int32(n), eps, *place, np.int32(is_pushed), np.int32(accumulate)
-    ops.kernel(SUM_NORM)((rows,), 32 * (1 - -n // RUN), (*arrays, *numbers, mail), 8 * n)
+    ops.kernel(SUM_NORM)((rows,), 32 * (1 - -n // RUN), (*arrays, *numbers), 8 * n)
 
 
 def line_of(links: Links) -> tuple[int, np.int32, np.int32]:

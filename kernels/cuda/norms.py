@@ -38,12 +38,11 @@ class Normed(DeviceArray):
     def ptr(self, value: int) -> None:
         assert value == self._place.ptr, "an array stays where it is"
 
-    def make(self, mail: int = 0) -> None:
-        """mail: as of rows.rms_norm."""
+    def make(self) -> None:
         if self.is_late:
             self.assert_kept()
-            self.is_late, out = False, self._place
-            rows.rms_norm(self._ops, self.x, self.weight, self.eps, out=out, mail=mail)
+            self.is_late = False
+            rows.rms_norm(self._ops, self.x, self.weight, self.eps, out=self._place)
 
     def take(self) -> int:
         """Where it goes, for a kernel that computes it on the way."""

@@ -62,10 +62,8 @@ def rms_norm(
     eps: float,
     add_to: DeviceArray | None = None,
     out: DeviceArray | None = None,
-    mail: int = 0,
 ) -> DeviceArray:
-    """out: where it goes, if there is a place for it. mail: where one run goes as well, for `route`
-    to read it as it comes; 0: nowhere."""
+    """out: where it goes, if there is a place for it."""
     n = weight.shape[0]
     assert x.shape[-1] % n == 0, (x.shape, weight.shape)
     assert add_to is None or add_to.shape == x.shape, (add_to, x)
@@ -78,12 +76,10 @@ def rms_norm(
     pointers = x.ptr, weight.ptr, out.ptr
     kernel = ops.kernel(norm_instance(n))
     if n <= LONGEST_HEAD:
-        assert not mail, n
         kernel((_groups(runs, 4),), 128, (*pointers, *numbers, np.int32(runs)))
     else:
         assert n <= LONGEST_ROW or n % 4, n
-        assert not mail or (runs == 1 and n % 4 == 0), x
-        kernel((runs,), norm_threads(n), (*pointers, *numbers, mail))
+        kernel((runs,), norm_threads(n), (*pointers, *numbers))
     return out
 
 

@@ -18,15 +18,11 @@ from ..kernels.cuda.test_delta import (  # noqa: F401
     test_chunks_go_on_from_drafts_that_stand,
     test_no_token_is_left_out,
 )
-from ..kernels.cuda.test_expert_stream import (  # noqa: F401
-    test_choice_is_posted,
-    test_shared_expert,
-)
+from ..kernels.cuda.test_expert_stream import test_shared_expert  # noqa: F401
 from ..kernels.cuda.test_families import (  # noqa: F401
     test_delta_net,
     test_drafts_change_no_bits,
     test_experts,
-    test_experts_are_alike_however_they_lie,
     test_experts_of_many_tokens,
     test_gates,
     test_ngram_rows,

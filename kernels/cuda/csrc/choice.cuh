@@ -3,7 +3,6 @@
 // -D HELD: experts are no more than 32 times as many.
 #pragma once
 #include "block.cuh"
-#include "expert_mail.cuh"
 #include "quotient.cuh"
 
 #ifndef HELD
@@ -124,10 +123,9 @@ __device__ __forceinline__ void rank_members(Choice& own, unsigned used, Crew cr
 }
 
 // When keys are there; the block calls as above. Weights are shares of the chosen ones, so that the
-// others' sum cancels. They are added by rank. tag: 0, or what is chosen is posted, too.
+// others' sum cancels. They are added by rank.
 __device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights, u64* counts,
-                                       unsigned used, Crew crew, Post* posts = nullptr,
-                                       unsigned tag = 0) {
+                                       unsigned used, Crew crew) {
   __syncthreads();
   rank_groups(own, used, crew);
   rank_members(own, used, crew);
@@ -140,10 +138,8 @@ __device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights,
 #pragma unroll 4
   for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, value, rank);
   if (crew.mine >= used) return;
-  const float share = quotient(value, all);
-  if (tag) post_choice(posts, crew.mine, tag, expert, share);
   chosen[crew.mine] = static_cast<int>(expert);
-  weights[crew.mine] = share;
+  weights[crew.mine] = quotient(value, all);
   atomicAdd(counts + expert, static_cast<u64>(1));
 }
 

@@ -26,9 +26,8 @@ struct Chunks {
   __device__ __forceinline__ int row_bytes() const {
     return static_cast<unsigned>(k) / F::length * F::bytes;
   }
-  template <class How = Known>
   __device__ __forceinline__ Held load(const float* row, int chunk, int lane) const {
-    return WholeTokens<F>::template load<How>(row, chunk * COLUMNS, k, lane);
+    return WholeTokens<F>::load(row, chunk * COLUMNS, k, lane);
   }
 };
 

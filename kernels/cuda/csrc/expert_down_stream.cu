@@ -7,7 +7,6 @@
 // others at once.
 #include "expert_chunks.cuh"
 #include "expert_fetch.cuh"
-#include "expert_mail.cuh"
 #include "expert_table.cuh"
 #include "grid.cuh"
 #include "group_push.cuh"
@@ -38,22 +37,14 @@ struct Present {
   // By each warp for itself, with the same result: then loads come first, and nobody waits.
   // Before the wait, so past the first cache, which may hold an earlier layer's.
   __device__ __forceinline__ void find(const Experts& experts, const int* chosen,
-                                       const float* shares, const Post* posts, unsigned tag,
-                                       int used) {
+                                       const float* shares, int used) {
     const int lane = threadIdx.x & 31;
-    const Expert* own = nullptr;
-    float share = 0.0f;
-    if (lane < used) {
-      const Post post = tag ? look_for(posts, lane, tag) : 0;
-      if (tag && post == 0) grid_wait();
-      own = experts.find(post ? expert_of(post) : __ldcg(chosen + lane));
-      share = post ? share_of(post) : __ldcg(shares + lane);
-    }
+    const Expert* own = lane < used ? experts.find(__ldcg(chosen + lane)) : nullptr;
     const unsigned there = __ballot_sync(~0u, own != nullptr);
     const int at = __popc(there & ((1u << lane) - 1));
     if (own != nullptr) {
       down[at] = own->matrices[DOWN];
-      weights[at] = share;
+      weights[at] = __ldcg(shares + lane);
       ranks[at] = lane;
     }
     if (lane == 0) count = __popc(there);
@@ -84,47 +75,18 @@ struct Rows {
       for (int i = 0; i < 2; ++i) kept[tile.row(i)] = sums[i];
   }
 };
-
-// By a warp: looks again until all is there; at one number of it, `sign`, until that is.
-template <class Again>
-__device__ __forceinline__ Held arrived(Held held, const float* sign, Again again) {
-#pragma unroll 1
-  for (int looks = 0; !__all_sync(~0u, is_posted(held.a) && is_posted(held.b)); ++looks) {
-    if (looks > MOST_LOOKS) break;
-    if (looks == MOST_LOOKS) grid_wait();
-    if (look_at_one(sign) != 0 || looks >= MOST_LOOKS) held = again();
-  }
-  return held;
-}
-
-// Sums of results' chunks in their order, times an expert's share: [result][16 rows].
-__device__ __forceinline__ void join_chunks(const Present& here, const float* kept, int chunks,
-                                            int others, float* sums) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 16 * (here.count + (others > 0)); i += blockDim.x) {
-    const int n = i / 16, own = n < here.count ? chunks : others;
-    const float* from = kept + n * chunks * 16 + i % 16;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int chunk = 0; chunk < own; ++chunk) sum += from[16 * chunk];
-    sums[i] = n < here.count ? here.weights[n] * sum : sum;
-  }
-}
 #endif
 
 // grid: (rows / 16, tokens), as many warps as suit. inner: [tokens * used][k], other_inner
 // [tokens][other_k] or null; out [tokens][rows]: the weighted sum over a token's experts in the
 // order of `chosen`, then the one that all take. tiled: bit 0 if experts lie by tiles, 1 if the one
-// that all take does. What was chosen and what is added to are there before the wait, since
-// expert_up_stream is the kernel before; so it has asked for all of its own weights. mailed: inner
-// and behind it other_inner are mail of so many numbers, and a ticket; 0: they are not. posts, tag:
-// as of `route`, of one token; or tag 0. Bounds: 72 registers or, with fewer warps, 80, so that a
-// block is there beside three of expert_up_stream.
-extern "C" __global__ void __launch_bounds__(IS_ALONE ? 448 : 32 * WARPS, 2)
+// that all take does. What was chosen is there before the wait, since expert_up_stream is the
+// kernel before; so it has asked for all of its own weights.
+extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALONE ? 3 : 2)
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
-                       const float* shares, float* inner, int mailed, float* out, int used,
-                       int k, int rows, int accumulate, int tiled, const std::uint8_t* other_down,
-                       const float* other_inner, int other_k, Post* posts, unsigned tag
+                       const float* shares, const float* inner, float* out, int used, int k,
+                       int rows, int accumulate, int tiled, const std::uint8_t* other_down,
+                       const float* other_inner, int other_k
 #if PUSH
                        , const Group* group, int rank, int ranks
 #endif
@@ -134,7 +96,6 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 448 : 32 * WARPS, 2)
   __shared__ Present here;
   __shared__ Bell bells[MOST_USED + 1];
   __shared__ float sums[(MOST_USED + 1) * 16];
-  __shared__ int readers_done, is_read;
   const int warp = own_warp(), lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   const long long token = blockIdx.y, unit = blockIdx.x;
 #if PUSH
@@ -146,8 +107,7 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 448 : 32 * WARPS, 2)
   const Rows<O> other_tile(IS_ALONE ? 0 : other_k, tiled & 2);
   const Chunks<F> cut{k};
   const Chunks<O> other_cut{other_tile.k};
-  here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, posts, tag,
-            used);
+  here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, used);
   __syncwarp();
   const int chunks = cut.count(), items = here.count * chunks, others = other_cut.count();
   const int results = here.count + (others > 0), all = items + others;
@@ -164,51 +124,39 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 448 : 32 * WARPS, 2)
       fetch(shared + n * tiles.bytes, here.down[n] + unit * tiles.bytes, tiles.bytes, bells + n,
             lane);
   }
-  // A walk goes over a token's experts as over tiles; behind them are items of the one that all
-  // take.
   const float* own_inner = inner + token * used * k;
   const float* others_inner = other_inner + token * other_k;
+  // A walk goes over a token's experts as over tiles; behind them are items of the one that all
+  // take.
   const auto load = [&](const Walk& at, int item) {
     return !IS_ALONE && item >= items
-               ? other_cut.load<Fresh>(others_inner, item - items, lane)
-               : cut.load<Fresh>(own_inner + here.ranks[at.tile] * k, at.chunk, lane);
-  };
-  // One of an item's numbers, of which blocks look at several.
-  const auto sign = [&](const Walk& at, int item) {
-    const bool is_other = !IS_ALONE && item >= items;
-    const int chunk = is_other ? item - items : at.chunk, width = is_other ? other_k : k;
-    const int column = 256 * chunk + 16 * (unit % 16);
-    return (is_other ? others_inner : own_inner + here.ranks[at.tile] * k) +
-           (column < width ? column : 256 * chunk);
+               ? other_cut.load(others_inner, item - items, lane)
+               : cut.load(own_inner + here.ranks[at.tile] * k, at.chunk, lane);
   };
   Walk ahead(warp, chunks), walk = ahead;
   const bool writes = threadIdx.x < 16;
   float* to = out + token * rows + 16 * unit + threadIdx.x;
-  if (threadIdx.x == 0) readers_done = is_read = 0;
   if (warp == warps - 1) line.begin(token, 1, lane);
-  if (mailed == 0) grid_wait();
+  grid_wait();
   if (!PUSH) grid_launch();
   Held held;
   if (warp < all) held = load(ahead, warp);
-  const float before = writes && accumulate ? __ldcg(to) : 0.0f;
+  const float before = writes && accumulate ? *to : 0.0f;
   if (!HAS_BELLS) {
     commit_copies();
     wait_for_copies<0>();
   }
   __syncthreads();
-  Readers readers{&readers_done, reinterpret_cast<unsigned*>(inner) + mailed};
-  if (mailed && warp >= all && lane == 0) readers.leave(warps);
 #pragma unroll 1
   for (int item = warp; item < all; item += warps, walk.advance(warps, chunks)) {
+    const Held own = held;
     const bool is_other = !IS_ALONE && item >= items;
-    const Held own = arrived(held, sign(walk, item), [&] { return load(walk, item); });
     ahead.advance(warps, chunks);
     if (item + warps < all) held = load(ahead, item + warps);
     if (is_other)
       WholeTokens<O>::put(slot, own, lane);
     else
       WholeTokens<F>::put(slot, own, lane);
-    if (mailed && item + warps >= all && lane == 0) readers.leave(warps);
     __syncwarp();
     hear(bells + (is_other ? here.count : walk.tile), true);
     if (is_other)
@@ -217,22 +165,22 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 448 : 32 * WARPS, 2)
       tiles.multiply(shared + walk.tile * tiles.bytes, walk.chunk, slot, kept + 16 * item, lane);
     __syncwarp();  // the token has been read
   }
-  if (readers.is_last()) is_read = 1;
   __syncthreads();
-  join_chunks(here, kept, chunks, others, sums);
-  __syncthreads();
-  if (is_read) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < mailed / 4; i += blockDim.x)
-      reinterpret_cast<float4*>(inner)[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
-    if (tag && threadIdx.x < used) posts[POST_STEP * threadIdx.x] = 0;
+  for (int i = threadIdx.x; i < 16 * results; i += blockDim.x) {
+    const int n = i / 16, own = n < here.count ? chunks : others;
+    const float* from = kept + n * chunks * 16 + i % 16;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int chunk = 0; chunk < own; ++chunk) sum += from[16 * chunk];
+    sums[i] = n < here.count ? here.weights[n] * sum : sum;
   }
+  __syncthreads();
   if (!writes) return;
   float sum = 0.0f;
 #pragma unroll 4
   for (int n = 0; n < results; ++n) sum += sums[16 * n + threadIdx.x];
   sum = accumulate ? before + sum : sum;
-  grid_wait();
   *to = sum;
   line.send(sum, 0, 16 * unit + threadIdx.x);
 #endif

@@ -8,7 +8,6 @@ using namespace voltapile;
 // Rows that expert_up_stream writes: weights are asked for before they are there.
 struct Later : Seated {
   static constexpr bool IS_EARLY = true;
-  using How = Known;
 
   __device__ __forceinline__ void arrive() const { grid_wait(); }
 };

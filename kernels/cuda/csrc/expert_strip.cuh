@@ -32,7 +32,7 @@ struct Sums {
 
 // A warp's way through tokens' chunks w, w + WARPS, ...: SEVERAL are asked for before the first one
 // is put down.
-template <class F, class How>
+template <class F>
 struct Asked {
   static constexpr int SEVERAL = 3;
   Chunks<F> cut;
@@ -48,7 +48,7 @@ struct Asked {
   __device__ __forceinline__ Held next(Row row_of) {
     Held found;
     if (token < count) {
-      found = cut.template load<How>(row_of(token), chunk, lane);
+      found = cut.load(row_of(token), chunk, lane);
       chunk += WARPS;
       if (chunk >= chunks) chunk = warp, ++token;
     }
@@ -100,8 +100,8 @@ struct Strip {
 
   // first_of(tile): its bytes. Of `from`, by all threads: row(token), of `count` tokens;
   // see(token, chunk, values of this lane), by the warp that puts them down; arrive(), after which
-  // they can be read (How), if weights are asked for before that (IS_EARLY), and nothing else. When
-  // all weights are asked for, the next kernel may ask for its own.
+  // they can be read, if weights are asked for before that (IS_EARLY), and nothing else. When all
+  // weights are asked for, the next kernel may ask for its own.
   template <class First, class From>
   __device__ __forceinline__ Sums multiply(int count, First first_of, From& from,
                                            Ring<SIZE>& ring) const {
@@ -111,7 +111,7 @@ struct Strip {
     std::uint8_t* put_down = tokens();
     float* kept = reinterpret_cast<float*>(put_down + chunks * slot);
     const auto row_of = [&](int token) { return from.row(token); };
-    Asked<F, typename From::How> asked(k, count, chunks, warp, lane);
+    Asked<F> asked(k, count, chunks, warp, lane);
     Walk ahead(warp, chunks), own = ahead;
     const auto ask = [&] {
       const bool is_left = ahead.tile < tiles;

@@ -30,15 +30,6 @@ __device__ __forceinline__ int sum_of_bytes(unsigned word) {
 struct Held {
   float4 a, b;
 };
-// How: of a row's columns, whose number is a multiple of 32 where there are fewer than k.
-struct Known {
-  static __device__ __forceinline__ float4 four(const float* from) {
-    return *reinterpret_cast<const float4*>(from);
-  }
-  static __device__ __forceinline__ float4 four(const float* row, int column, int k) {
-    return four_columns(row, column, k);
-  }
-};
 // The same as bytes, the upper ones and the lower ones, four a word.
 struct Bytes16 {
   uint2 high, low;
@@ -92,10 +83,9 @@ template <>
 struct WholeTokens<formats::Q4_K> {
   static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
 
-  template <class How>
   static __device__ __forceinline__ Held load(const float* row, int column, int, int lane) {
-    const float* from = row + column + 8 * lane;
-    return {How::four(from), How::four(from + 4)};
+    const float4* from = reinterpret_cast<const float4*>(row + column + 8 * lane);
+    return {from[0], from[1]};
   }
   static __device__ __forceinline__ void put(std::uint8_t* own, const Held& held, int lane) {
     Bytes16 bytes;
@@ -118,10 +108,10 @@ struct WholeTokens<formats::Q6_K> {
   // OFFSETS: of each 16 columns what their sums begin with, since weights are 32 less.
   static constexpr int PER_TOKEN = 832, OFFSETS = 512, SCALE = 768;
 
-  template <class How>
   static __device__ __forceinline__ Held load(const float* row, int column, int, int lane) {
-    const float* from = row + column + 32 * (lane >> 2) + 4 * (lane & 3);
-    return {How::four(from), How::four(from + 16)};
+    const float4* from =
+        reinterpret_cast<const float4*>(row + column + 32 * (lane >> 2) + 4 * (lane & 3));
+    return {from[0], from[4]};
   }
   static __device__ __forceinline__ void put(std::uint8_t* own, const Held& held, int lane) {
     Bytes16 bytes;
@@ -155,10 +145,9 @@ template <>
 struct WholeTokens<formats::Q5_1> {
   static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
 
-  template <class How>
   static __device__ __forceinline__ Held load(const float* row, int column, int k, int lane) {
     const int first = column + 32 * (lane >> 2) + 4 * (lane & 3);
-    return {How::four(row, first, k), How::four(row, first + 16, k)};
+    return {four_columns(row, first, k), four_columns(row, first + 16, k)};
   }
   static __device__ __forceinline__ void put(std::uint8_t* own, const Held& held, int lane) {
     Bytes16 bytes;
@@ -172,9 +161,8 @@ template <>
 struct WholeTokens<formats::Q8_0> {
   static constexpr int PER_TOKEN = 576, SCALE = 544;
 
-  template <class How>
   static __device__ __forceinline__ Held load(const float* row, int column, int k, int lane) {
-    return WholeTokens<formats::Q5_1>::load<How>(row, column, k, lane);
+    return WholeTokens<formats::Q5_1>::load(row, column, k, lane);
   }
   static __device__ __forceinline__ void put(std::uint8_t* own, const Held& held, int lane) {
     Bytes16 bytes;

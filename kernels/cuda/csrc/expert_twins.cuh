@@ -2,7 +2,6 @@
 // expert the first one's block works for all, so that weights are read once. It changes no sum.
 // -D FORMAT; OTHER, of the expert that every token takes; ALONE 1 if there is none; WARPS.
 #pragma once
-#include "expert_mail.cuh"
 #include "expert_strip.cuh"
 #include "expert_table.cuh"
 #include "state_rows.cuh"
@@ -59,7 +58,6 @@ struct Seated {
   const Seats& seats;
   const float* x;
   static constexpr bool IS_EARLY = false;
-  using How = Fresh;
 
   __device__ __forceinline__ void arrive() const {}
   __device__ __forceinline__ const float* row(int token) const { return x + seats.from[token]; }

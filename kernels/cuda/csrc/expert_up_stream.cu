@@ -1,8 +1,7 @@
 // Gate and up of chosen experts of generated rows from sm_80 on, and beside them of the one that
 // every token takes. Each token has the bits that it has alone; nothing comes from the host.
 //
-// The next kernel may begin when this one knows its choice: so that is there before the next one
-// waits.
+// The next kernel may begin when this one has waited: so the choice is there before that one waits.
 #include "expert_twins.cuh"
 
 using namespace voltapile;
@@ -72,7 +71,7 @@ struct Units {
       const float sum = sums.of(2 * unit + lane / 16, token, lane % 16);
       const float up = __shfl_xor_sync(ALL, sum, 16);
       const float value = activated(sum, SILU) * up * source.factor(token);
-      if (lane < 16) post(out + source.seats.to[token] + 16 * (first + unit) + lane, value);
+      if (lane < 16) out[source.seats.to[token] + 16 * (first + unit) + lane] = value;
     }
   }
 };
@@ -80,18 +79,16 @@ struct Units {
 
 // grid: (rows / 16 / units, tokens * used + turns of `room` tokens of the expert that all take).
 // out: [tokens * used][rows]; other_out [tokens][other_rows], times a token's gate if there is one.
-// depth, other_depth: of rings. posts, tag: as of `route`, the kernel before, of one token; or tag
-// 0. All matrices lie by tiles.
+// depth, other_depth: of rings. All matrices lie by tiles.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
     expert_up_stream(const Expert* table, int count, int first, const int* chosen, const float* x,
                      float* out, int tokens, int used, int k, int rows, int room, int units,
                      int depth, const std::uint8_t* other_gate, const std::uint8_t* other_up,
                      const float* other_weight, float* other_out, int other_rows,
-                     int other_depth, const Post* posts, unsigned tag) {
+                     int other_depth) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ Seats seats;
-  __shared__ int found;
   const int pairs = tokens * used, y = blockIdx.y;
   // For each of `own` tokens, by a thread; row: that it is written to.
   const auto seat = [&](int own, unsigned token, unsigned row, int width) {
@@ -126,16 +123,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
   for (int i = threadIdx.x; i < count; i += 32 * WARPS)
     copy_async(places + i, table[i].matrices + GATE, sizeof(Columns));
   commit_copies();
-  // Who has posted has waited: what comes from kernels before it is there.
-  if (tag == 0) grid_wait();
-  if (own_warp() == 0) {
-    const Post post = tag ? look_for(posts, y, tag) : 0;
-    if (post == 0) grid_wait();
-    if (threadIdx.x == 0) found = post ? expert_of(post) : chosen[y];
-  }
+  grid_wait();
+  const int local = chosen[y] - first;
   wait_for_copies<0>();
   __syncthreads();
-  const int local = found - first;
   // No branch depends on what was chosen, so that what comes before the first copy of weights is
   // worked out while that is on its way.
   const bool is_here = static_cast<unsigned>(local) < count;
@@ -153,6 +144,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
     seat(own, tokens > 1 ? mine / static_cast<unsigned>(used) : 0, mine, rows);
     all.make(strip, ring, own, Seated{seats, x}, out);
   }
-  grid_wait();
 #endif
 }

@@ -2,7 +2,6 @@
 // whose threads keep what they send, add and norm; little of it in registers, so that it finds room
 // beside a product that still runs.
 #include "attention_copies.cuh"
-#include "expert_mail.cuh"
 #include "grid.cuh"
 #include "group.cuh"
 #include "norm_row.cuh"
@@ -103,14 +102,11 @@ __device__ __forceinline__ void end(unsigned* ended, unsigned exchange) {
 
 // Of sums, with weights that are near.
 __device__ __forceinline__ void put_norm(const Place& at, const float* weights, float norm,
-                                         const float4 (&sums)[HELD], float* out, float* mail) {
+                                         const float4 (&sums)[HELD], float* out) {
   float4 values[HELD];
   at.load(weights, values);
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    values[i] = scaled(scaled(sums[i], values[i]), norm);
-    if (mail != nullptr && at.has(i)) post_four(mail + 4 * at(i), values[i]);
-  }
+  for (int i = 0; i < HELD; ++i) values[i] = scaled(scaled(sums[i], values[i]), norm);
   at.store(out, values);
 }
 
@@ -123,10 +119,10 @@ using namespace voltapile;
 // grid: (rows), a warp for each run of a row, and a last one, which has none of the row and keeps
 // count of the exchanges; n is a multiple of 4. shared: 8 n bytes. is_pushed: the product that made
 // this rank's part has sent it (group_push.cuh), to itself too: then that is polled for as well,
-// and seen before the product's launch has ended. mail: as of rms_norm_rows.
+// and seen before the product's launch has ended.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS + 32, 1)
 group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,
-               float eps, int rank, int ranks, int is_pushed, int accumulate, float* mail) {
+               float eps, int rank, int ranks, int is_pushed, int accumulate) {
   __shared__ float scratch[32];
   __shared__ unsigned number;
   __shared__ Peer peers[MOST_RANKS];  // near, since each is asked for when the one before has come
@@ -185,5 +181,5 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   __syncthreads();
   if (keeps_count) end(ended, exchange);
   if (weight == nullptr) return;
-  put_norm(at, weights, norm_factor(scratch, runs, inverse, eps, lane), sum, out + begin, mail);
+  put_norm(at, weights, norm_factor(scratch, runs, inverse, eps, lane), sum, out + begin);
 }

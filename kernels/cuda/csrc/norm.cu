@@ -1,7 +1,6 @@
 // Root mean square norms over runs of n values, each with bits that depend on nothing beside it
 // (norm_row.cuh). Weights are there before the kernel before this one has ended. -D HELD: float4
 // that a thread keeps; with few of them a block finds room beside a product that still runs.
-#include "expert_mail.cuh"
 #include "grid.cuh"
 #include "half.cuh"
 #include "norm_row.cuh"
@@ -30,11 +29,9 @@ __device__ __forceinline__ void norm_of_any(const float* x, const float* weight,
 
 // grid: (runs); a block for each run of n values: with n a multiple of 4 no more than 4 HELD times
 // as many as there are threads. What is read from far away is asked for at once. Bits are
-// those of norm_row.cuh, as products make them that norm what they read. mail: of one run, of a
-// multiple of 4, for a router that does not wait for the end (expert_mail.cuh), or null.
+// those of norm_row.cuh, as products make them that norm what they read.
 extern "C" __global__ void __launch_bounds__(1024)
-rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps, int accumulate,
-              float* mail) {
+rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps, int accumulate) {
   __shared__ float scratch[64];
   grid_launch();
   x += static_cast<long long>(blockIdx.x) * n;
@@ -76,7 +73,6 @@ rms_norm_rows(const float* x, const float* weight, float* out, int n, float eps,
     const int at = first + i / 2 * step + i % 2;
     if (at >= count) break;
     float4 y = scaled(scaled(v[i], w[i]), norm);
-    if (mail != nullptr) post_four(mail + 4 * at, y);
     if (accumulate) {
       const float4 old = out4[at];
       y = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);

@@ -71,30 +71,10 @@ __device__ __forceinline__ void multiply(float4 (&v)[SLOTS], const float4 (&w)[P
   }
 }
 
-// A thread's columns of a row, from `start` on. is_mail: they may not be there yet
-// (expert_mail.cuh).
-__device__ __forceinline__ void load_row(const float* row, bool is_mail, int start, int fours,
-                                         float4 (&v)[SLOTS]) {
-  bool has_come;
-  int looks = 0;
-  do {
-    has_come = true;
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) {
-      const int at = start + THREADS * i + threadIdx.x;
-      v[i] = at < fours ? look_at_four(row + 4 * at) : make_float4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i)
-      has_come &= is_posted(v[i]) || start + THREADS * i + threadIdx.x >= fours;
-    if (is_mail && ++looks == MOST_LOOKS) grid_wait();
-  } while (is_mail && !has_come && looks <= MOST_LOOKS);
-}
-
-// The logits of a block's experts, for up to eight tokens from `first` on. mail: of the only one.
+// The logits of a block's experts, for up to eight tokens from `first` on.
 __device__ __forceinline__ void put_logits(const float* x, const void* router, unsigned* inbox,
                                            int first, int count, int experts, int k,
-                                           int is_rounded, const float* mail) {
+                                           int is_rounded) {
   __shared__ float parts[8][PER_BLOCK][THREADS / 32];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * PER_BLOCK;
   const int fours = k >> 2;
@@ -109,10 +89,14 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
         const long long row = static_cast<long long>(min(expert + e, experts - 1)) * k;
         w[e][i] = at < fours ? four_of(router, row + 4 * at) : make_float4(0, 0, 0, 0);
       }
-    if (start == 0 && mail == nullptr) grid_wait();
+    if (start == 0) grid_wait();
     const auto load = [&](int token) {
-      const float* row = mail != nullptr ? mail : x + static_cast<long long>(token) * k;
-      load_row(row, mail != nullptr, start, fours, v);
+      const float4* own = reinterpret_cast<const float4*>(x + static_cast<long long>(token) * k);
+#pragma unroll
+      for (int i = 0; i < SLOTS; ++i) {
+        const int at = start + THREADS * i + threadIdx.x;
+        v[i] = at < fours ? own[at] : make_float4(0, 0, 0, 0);
+      }
     };
     load(first);
 #pragma unroll 1
@@ -143,18 +127,15 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
 // a ticket; blocks start in order, so the others have started. router: [experts][k], of -D KIND;
 // k is a multiple of 4. inbox: [tokens][experts], zeros between two launches; counts: [2][experts],
 // of prompts' tokens and of the first `generated` ones. Shared: Choice of each token of a block,
-// which are 1, 2, 4 or 8. posts, tag: of one token, for experts' kernels (expert_mail.cuh);
-// or tag 0.
-// mail: x of one token, as the kernel before this one writes it, or null. Zeros are left there.
+// which are 1, 2, 4 or 8.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 route(const float* x, const void* router, unsigned* inbox, int* chosen, float* weights, u64* counts,
-      int experts, int used, int tokens, int generated, int k, int is_rounded, Post* posts,
-      unsigned tag, float* mail) {
+      int experts, int used, int tokens, int generated, int k, int is_rounded) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   const int first = blockIdx.y * 8, count = min(8, tokens - first);
   if (blockIdx.x + 1 < gridDim.x) {
-    put_logits(x, router, inbox, first, count, experts, k, is_rounded, mail);
+    put_logits(x, router, inbox, first, count, experts, k, is_rounded);
     return;
   }
   const unsigned bits = count == 1 ? 8 : count == 2 ? 7 : count <= 4 ? 6 : 5;
@@ -165,14 +146,8 @@ route(const float* x, const void* router, unsigned* inbox, int* chosen, float* w
   Choice& own = reinterpret_cast<Choice*>(shared)[place];
   grid_wait();
   if (is_there) collect(inbox + token * experts, own.keys, experts, crew);
-  if (mail != nullptr) {
-    __syncthreads();  // all have read it that have made a key
-#pragma unroll 1
-    for (int i = threadIdx.x; i < k >> 2; i += THREADS)
-      reinterpret_cast<float4*>(mail)[i] = make_float4(0, 0, 0, 0);
-  }
   choose(own, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), is_there ? used : 0, crew, posts, tag);
+         counts + (token < generated ? experts : 0), is_there ? used : 0, crew);
 }
 
 // grid: (experts / 128, tokens / 32), 128 threads: logits of prompts. A warp has eight tokens, a

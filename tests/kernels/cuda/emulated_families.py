@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda import experts, matmul
-from voltapile.kernels.cuda.expert_table import POSTS
 from voltapile.kernels.cuda.families import CudaFamilies
 from voltapile.kernels.cuda.file_table import NUMBER, FileTable, Stage
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Kernel
-from voltapile.kernels.cuda.rows import LONGEST_ROW
 from voltapile.kernels.cuda.states import Porter
 from voltapile.shm.formats import row_bytes
 
@@ -38,14 +36,6 @@ class EmulatedFamilies(CudaFamilies, EmulatedOps):
     @functools.cached_property
     def tickets(self) -> DeviceArray:
         return self.zeros((experts.TICKETS,), np.uint32)
-
-    @functools.cached_property
-    def posts(self) -> DeviceArray:
-        return self.zeros((POSTS,), np.uint64)
-
-    @functools.cached_property
-    def row_mail(self) -> DeviceArray:
-        return self.zeros((LONGEST_ROW,), np.float32)
 
     @functools.cached_property
     def porter(self) -> Porter:

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 from voltapile.kernels.cuda import expert_stream, experts, streams
 from voltapile.kernels.cuda.chunks import max_shared
-from voltapile.kernels.cuda.launch import CudaWeight
-from voltapile.kernels.cuda.norms import LateNorms, late_norm
-from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.families import (
     DeltaShape,
     DeltaWeights,
@@ -113,36 +110,6 @@ def test_route(ops: Any, experts: int, width: int, type_name: str) -> None:
         one = ops.route(ops.array(x[10:]), mine, 4, ops.array(counts), there[4], is_rounded)
         np.testing.assert_array_equal(ops.to_host(one[1])[0], ops.to_host(weights)[10])
     np.testing.assert_array_equal(ops.to_host(own_counts), counts)
-
-
-def test_a_router_reads_the_norm_before_it_by_mail(folder: Path) -> None:
-    """It has the same bits, the mail is empty again, and whoever wants the norm finds it."""
-    if not has_compiler():
-        pytest.skip("there is no g++")
-    ops: Any = EmulatedFamilies(90, folder, 227 << 10)
-    router, gain = ops.array(0.1 * normal(1, 40, 2304)), 1 + 0.1 * normal(2, 2304)
-    weight = CudaWeight((40, 2304), router.nbytes, "F32", router.ptr, 4 * 2304)
-    gains = ops.weight(gain.view(np.uint8), "F32", gain.shape)
-    batch = batch_of([0], [0], generated=1)
-    for seed in range(3):
-        x, counts = ops.array(normal(seed, 1, 2304)), ops.array(np.zeros((2, 40), np.int64))
-        plain = rms_norm(ops, x, gains, 1e-6)
-        expected = [ops.to_host(each).copy() for each in ops.route(plain, weight, 4, counts, batch)]
-        late = LateNorms().norm(ops, x, gains, 1e-6)
-        ops.launched.clear()
-        assert late_norm(late) is not None
-        assert ops._norm_by_mail(late) == ops.row_mail.ptr
-        assert ops.view(ops.row_mail)[:2304].all()
-        late.is_late, ops.view(ops.row_mail)[:] = True, 0.0
-        ops.launched.clear()
-        found = ops.route(late, weight, 4, counts, batch)
-        names = [instance.function for instance, *_ in ops.launched]
-        assert names == ["rms_norm_rows", "route"]
-        for one, other in zip(found, expected, strict=True):
-            assert ops.to_host(one).tobytes() == other.tobytes()
-        assert late_norm(late) is None
-        assert ops.to_host(late).tobytes() == ops.to_host(plain).tobytes()
-        assert not ops.view(ops.row_mail).any()
 
 
 @pytest.mark.parametrize(("experts", "used"), [(128, 8), (160, 10), (520, 32)])
