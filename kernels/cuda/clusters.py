@@ -67,7 +67,7 @@ INSTANCES = list(CLUSTER.values())
 
 @dataclass(frozen=True)
 class Deal:
-    """clusters: of a turn of `room` tokens; those from first_other on take the other format.
+    """clusters: of a turn of `room` tokens.
     held: tiles of a warp at once. crew: warps of a block. depth: of rings. boxes: for sums that
     arrive. numbers: what a kernel need not divide for, then."""
 
@@ -76,7 +76,6 @@ class Deal:
     crew: int
     room: int
     passes: int
-    first_other: int
     depth: int
     boxes: int
     shared: int
@@ -115,9 +114,7 @@ def _deal(task: stream.Task, turns: int) -> Deal | None:
             divisors = tuple(-(-(1 << SHIFT) // each) for each in (crew, slots))
             shares = divmod(task.units, first), divmod(task.others, max(1, clusters - first))
             numbers = depth, own_boxes, *divisors, *shares[0], first, *shares[1]
-            return Deal(
-                clusters, held, crew, room, passes, first, depth, own_boxes, shared, numbers
-            )
+            return Deal(clusters, held, crew, room, passes, depth, own_boxes, shared, numbers)
     return None
 
 

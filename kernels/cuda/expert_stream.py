@@ -33,6 +33,7 @@ BELLS = 128  # bytes, of a block
 # Bytes of shared memory that sources name, most, and that the hardware takes of a block.
 NAMED, UP_NAMED, RESERVED = 3072, 128, 1024
 STRIP = 8  # tiles of 16 rows of a block of expert_parts
+MOST_USED = 32  # experts of a token: csrc/expert_down_stream.cu
 FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
 UNITS = 2  # of 16 rows of a block of expert_up_stream, for more tokens
 Inner = tuple[DeviceArray, DeviceArray | None]  # of routed experts, and of the shared one
@@ -122,7 +123,7 @@ class Layer:
         """It depends on nothing that changes from step to step."""
         if self.table.gate.type_name != self.table.up.type_name:
             return False
-        if self.up_pair not in UP_PAIRS or self.down_pair not in DOWN_PAIRS:
+        if self.up_pair not in UP_PAIRS or self.down_pair not in DOWN_PAIRS or used > MOST_USED:
             return False
         if self.shared is not None and self.shared.gate.type_name != self.shared.up.type_name:
             return False
@@ -130,7 +131,8 @@ class Layer:
         ups += [] if self.shared is None else [self.shared.gate, self.shared.up]
         if not all(each.is_tiled for each in ups) or self.table.down.shape[1] % 16:
             return False
-        needed = self.up_bytes(1, UNITS, UP_RINGS[-1]), self.parts_bytes(1), self.down_bytes(used)
+        needed = [self.up_bytes(1, UNITS, UP_RINGS[-1]), self.down_bytes(used)]
+        needed += [self.parts_bytes(1)] if self.has_parts else []
         return max(needed) + NAMED <= most
 
     def up_bytes(self, room: int, units: int, ring: int) -> int:

@@ -85,7 +85,8 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
         add_to: DeviceArray | None = None,
         shared: SharedExpert | None = None,
     ) -> DeviceArray:
-        if add_to is None and self._can_push((len(x), x.shape[1])):
+        is_few = 0 < len(x) <= expert_stream.FEW
+        if add_to is None and is_few and self._can_push((len(x), x.shape[1])):
             out = self.scratch(x.shape)
             end = expert_stream.begun(self, x, routing, table, shared_of(shared), out)
             if end is not None:

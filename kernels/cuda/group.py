@@ -173,7 +173,7 @@ def _by_rows(
 
 
 def line_of(links: Links) -> tuple[int, np.int32, np.int32]:
-    """What a kernel is told that sends to all others."""
+    """What a kernel is told that sends to all ranks."""
     return links.record, np.int32(links.rank), np.int32(links.ranks)
 
 

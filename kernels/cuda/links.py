@@ -23,7 +23,6 @@ FLAGS_AT = _PACKS + _PIECES + 2 * ROW_BLOCKS * LONGEST_ROW * 4
 ROOM = FLAGS_AT + (64 << 10)  # bytes of a rank at each other one
 
 FINE, LATE, ENDED = range(3)  # what a report begins with
-REPORT_WORDS = 2
 
 _PEER = np.dtype([("out", "<u8"), ("in", "<u8"), ("is_narrow", "<i4"), ("pad", "<i4", 3)])
 _COUNTS = ("<u4", (MOST_RANKS, PIECE_BLOCKS))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from voltapile.kernels.cuda import clusters, gemm, records, stream, wide
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
-from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher, Line
 from voltapile.kernels.cuda.norms import late_norm
 
 PLAIN, ADD, SILU, GELU = range(4)
@@ -96,7 +96,7 @@ class Launch:
     epilogue: int
     others: int
     matrices: tuple[int | np.int32, ...]
-    line: tuple[int | np.int32, ...] = ()
+    line: Line = ()
 
     @classmethod
     def of(

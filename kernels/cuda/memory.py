@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from voltapile.kernels.cuda.device import Device, Lane, Mark, Memory, Pinned
 from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.cuda.tiles import LARGEST
 from voltapile.kernels.ops import MAX_FETCHES
 
 ALIGNMENT = 256
 BLOCK = 64 << 20  # weights that are smaller share a block of this size
-CHUNK = 4 << 20  # of a weight, on its way through pinned memory
+CHUNK = LARGEST  # bytes of a weight, on their way through pinned memory
 LANES = 8
 RING = 4 << 20  # pinned bytes for small uploads
 PARCEL = 1 << 20  # pinned bytes of one fetch

@@ -244,6 +244,7 @@ class CudaOps(CudaPositions, CudaCollectives):
         self._check_group()
 
     def join(self, group: Group) -> None:
+        """If it raises, this Ops is in no group: whoever wanted one cannot go on with it."""
         self._links = None  # an earlier group's memory is given back first
         self._links = open_links(self, group)
 

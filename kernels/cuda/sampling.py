@@ -18,6 +18,7 @@ MOST_CONTEXT = 1 << 20  # the kernel counts a token's places in 20 bits
 THREADS = 1024
 PARTS = 128  # of a row of logits, most: about as many as there are multiprocessors
 PART = 1024  # logits of a part, least
+assert PARTS <= THREADS  # of the block that looks at all parts
 
 
 def begin(ops: Launcher, batch: Batch, state: SlotState) -> None:
@@ -54,7 +55,7 @@ def sample(
     if not rows:
         return
     vocab = logits.shape[1]
-    parts = max(1, min(PARTS, THREADS, vocab // PART))
+    parts = max(1, min(PARTS, vocab // PART))
     parts_best = ops.scratch((rows, parts), np.uint64)
     ops.kernel(BEST)((parts, rows), 256, (logits.ptr, parts_best.ptr, np.int32(vocab)))
     scratch = ops.scratch(logits.shape)

@@ -13,6 +13,7 @@ from voltapile.shm.formats import row_bytes
 
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 ROWS, COLUMNS = 16, 256
+LARGEST = 4 << 20  # bytes of a tile, for it travels whole
 
 
 def has_tiles(type_name: str, shape: tuple[int, ...]) -> bool:
@@ -22,6 +23,7 @@ def has_tiles(type_name: str, shape: tuple[int, ...]) -> bool:
         and len(shape) > 1
         and shape[-2] % ROWS == 0
         and shape[-1] % COLUMNS == 0
+        and ROWS * row_bytes(type_name, shape[-1]) <= LARGEST
     )
 
 

@@ -7,6 +7,7 @@ Everything is opened here, once: while kernels wait for a peer nothing may be.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -62,12 +63,14 @@ class Locked:
 
     def __init__(self, device: Any, start: int, nbytes: int, owner: object) -> None:
         self.address = int(device.register(start, nbytes))
-        weakref.finalize(self, _let_go, device, start, owner)
+        # At the end of the process the driver does it.
+        weakref.finalize(self, _let_go, device, start, owner).atexit = False
 
 
 def _let_go(device: Any, start: int, owner: object) -> None:
     """owner: kept until here."""
-    device.unregister(start)
+    with contextlib.suppress(device.failure):  # as after any error that stays
+        device.unregister(start)
 
 
 def open_links(ops: proof.Prover, group: Group) -> Links:

@@ -237,8 +237,9 @@ def test_bias_and_residual(cuda: Any, put: Any, way: str, rows: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("outlier", [1e4, 1e10, 1e30])
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16"])
-def test_outliers(cuda: Any, put: Any, name: str, outlier: float, way: str) -> None:
-    weight, values = weight_of(cuda, name, 80, 512)
+@pytest.mark.parametrize("rows", [65, 80])  # whole tiles or not
+def test_outliers(cuda: Any, put: Any, rows: int, name: str, outlier: float, way: str) -> None:
+    weight, values = weight_of(cuda, name, rows, 512)
     x = activations(4, 512)
     x[1, 77], x[2], x[3] = outlier, 0, 1e-42
     got = linear(cuda, put, x, weight, WAYS[way])
@@ -250,10 +251,11 @@ def test_outliers(cuda: Any, put: Any, name: str, outlier: float, way: str) -> N
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [65, 80])
 def test_what_is_not_finite_shows_in_its_row_alone(
-    cuda: Any, put: Any, way: str, bad: float
+    cuda: Any, put: Any, rows: int, way: str, bad: float
 ) -> None:
-    weight, _ = weight_of(cuda, "Q4_K", 80, 512)
+    weight, _ = weight_of(cuda, "Q4_K", rows, 512)
     x = activations(4, 512)
     clean = linear(cuda, put, x, weight, WAYS[way])
     x[1, 77] = bad

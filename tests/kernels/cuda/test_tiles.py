@@ -29,3 +29,4 @@ def test_what_is_whole_tiles() -> None:
     assert not tiles.has_tiles("Q8_0", (32, 288))
     assert not tiles.has_tiles("Q4_0", (32, 512))
     assert not tiles.has_tiles("Q8_0", (256,))
+    assert not tiles.has_tiles("Q8_0", (16, 1 << 18))  # no piece of an upload has room for a tile
