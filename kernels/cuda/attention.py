@@ -255,7 +255,8 @@ def _decode(ops: Launcher, call: _Call, first: int, last: int, plan: DeviceArray
     each = 1 if plan is None else chunk  # rows for each token or item
     row_bytes = call.num_heads * stride * (call.cache.value_dim + 2) * 4
     batch = max(1, PARTIAL_BYTES // row_bytes // each)
-    tickets = call.cache.kv_heads * parts * 16 * tiles  # of a token or item
+    # Of a token or item; a row that is one piece is joined by nobody.
+    tickets = call.cache.kv_heads * parts * 16 * tiles if pieces > 1 else 1
     batch = min(batch, last - first, max(1, TICKETS // tickets))
     partial = ops.scratch((batch * each * call.num_heads * stride, call.cache.value_dim))
     stats = ops.scratch((batch * each * call.num_heads * stride, 2))

@@ -19,6 +19,7 @@ from voltapile.kernels.positions import Kept, Runs
 from voltapile.kernels.reference.families import ReferenceFamilyOps
 from voltapile.workers import engine as engine_module
 
+from ..kernels.cuda.attention_twin import halves
 from ..kernels.cuda.emulated_families import EmulatedFamilies
 from ..kernels.cuda.emulation import has_compiler
 from .test_family_ranks import compare
@@ -83,10 +84,8 @@ class Mixed(ReferenceFamilyOps):
 
     def _halves(self, kv: Any) -> CudaKv:
         """A reference's cache as the kernels' f16."""
-        parts = [
-            self._array(each.transpose(0, 2, 1, 3).astype(np.float16))
-            for each in (kv.keys, kv.values)
-        ]
+        arch = self.kernels.arch
+        parts = [self._array(halves(each, arch)) for each in (kv.keys, kv.values)]
         pages, _, heads, dim = kv.keys.shape
         tickets = self._array(np.zeros(TICKETS, np.uint32))
         return CudaKv(*parts, tickets, pages, heads, dim, kv.values.shape[3], "f16", "f16")

@@ -4,7 +4,10 @@
 // anything left to do, before it reads what an earlier kernel wrote and before it writes to global
 // memory at all: till then earlier kernels may still read, and write, everything. Weights, and
 // tables made when the model was loaded, may be read ahead; so may, past the first cache, what was
-// there before the kernel before let this one start (expert_down_stream.cu). The wait is for all
+// there before the kernel before let this one start: what a router chose (expert_down_stream.cu,
+// expert_parts.cu), and what kernels made that are launched the ordinary way, at a step's begin
+// (attention_decode.cu, sample.cu). A sum over ranks polls for the product before it, and waits
+// before it writes (group_norm.cu). The wait is for all
 // kernels before, for each of them has waited too; so no kernel may end without. grid_launch() lets
 // the next kernel start, as soon as every block has called it or ended; it promises nothing about
 // what was written. Before sm_90 both are nothing.

@@ -104,7 +104,7 @@ __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
   Bell* bells = memory.bells_of(box);
   if (task.part == 0) {
     // A gate and its up: of two warps, or of one. What others send lies in this block's shared
-    // memory, too, which no cache hides.
+    // memory, too, which no cache hides; by PTX's scopes it would take `await`.
     const int mates = all.is_glu() ? 2 / HELD : 1, first = (task.number & -mates) * task.parts;
     const int up = LETTER * (HELD > 1 ? 1 : task.parts);
     const int most = HELD > 1 && all.is_glu() ? 1 : HELD;

@@ -126,7 +126,7 @@ struct BlockTokens {
   template <bool CAN_BE_ALONE = true>
   __device__ __forceinline__ void put(int token, float4 a, float4 b, int lane) const {
     const float own_largest = larger_of(largest_of(a), largest_of(b));
-    if constexpr (O::OF_GROUPS) 
+    if constexpr (O::OF_GROUPS)
       return put_groups<CAN_BE_ALONE>(token, a, b, own_largest, lane);
     const float largest = largest_of_warp(own_largest);
     const float2 scale =

@@ -177,6 +177,12 @@ def turned(rows: np.ndarray, arch: int) -> np.ndarray:
     )
 
 
+def halves(part: np.ndarray, arch: int) -> np.ndarray:
+    """uint8: a reference's keys or values, [pages, 64, heads, dim], as pages of f16 have them."""
+    rows = np.ascontiguousarray(part.transpose(0, 2, 1, 3)).astype(np.float16)
+    return turned(rows.view(np.uint8), arch)
+
+
 def signs(arch: int) -> int:
     """What stored bytes of q8_0 are to be changed by."""
     return 128 if arch >= 80 else 0

@@ -219,6 +219,8 @@ inline bool run_threads(int first, int threads) {
   return has_moved;
 }
 
+inline bool (*has_left)() = nullptr;  // copies on their way when a block has ended
+
 // Blocks that are there together: a cluster of them, or one. False: threads wait for ever.
 inline bool run_blocks(int first, int together) {
   const int threads = together * blockDim.x;
@@ -416,6 +418,7 @@ int launch(void (*kernel)(P...), int grid_x, int grid_y, int threads, int shared
       memset(shared, 0xff, shared_bytes + FENCE);
       blockIdx.y = y;
       if (!run_blocks(x, together)) return 2;
+      if (has_left && has_left()) return 3;
       for (int i = shared_bytes; i < shared_bytes + FENCE; ++i)
         if (shared[i] != 0xff) return 1;
     }

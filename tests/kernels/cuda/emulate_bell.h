@@ -33,6 +33,8 @@ struct BellCopy {
   int bytes;
 };
 inline std::vector<BellCopy> bell_copies;
+inline bool has_left() { return !bell_copies.empty(); }
+inline const bool is_watched = (emulation::has_left = has_left, true);
 
 inline bool is_elected() { return threadIdx.x % 32 == 0; }
 inline void tell_bells() {}

@@ -24,7 +24,7 @@ from voltapile.shm.gguf import Gguf
 from voltapile.workers.engine import Engine
 from voltapile.workers.protocol import Row
 
-from .attention_twin import turned
+from .attention_twin import halves
 from .emulated_families import EmulatedFamilies
 from .emulation import has_compiler
 
@@ -92,13 +92,8 @@ class Mixed(ReferenceFamilyOps):
 
     def halves(self, kv: Any) -> CudaKv:
         """A reference's cache as the kernels' f16."""
-        rows = [
-            np.ascontiguousarray(each.transpose(0, 2, 1, 3)).astype(np.float16)
-            for each in (kv.keys, kv.values)
-        ]
-        parts = [
-            self.kernels.array(turned(each.view(np.uint8), self.kernels.arch)) for each in rows
-        ]
+        arch = self.kernels.arch
+        parts = [self.kernels.array(halves(each, arch)) for each in (kv.keys, kv.values)]
         pages, _, heads, dim = kv.keys.shape
         values = kv.values.shape[3]
         return CudaKv(*parts, parts[0], pages, heads, dim, values, "f16", "f16")
