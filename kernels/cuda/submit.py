@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -55,31 +56,42 @@ def call(function: int, argument: int, stream: int) -> None:
 
 
 class Arguments:
-    """Room for a kernel's arguments, each in a slot of its own; filled anew for every launch.
+    """Room for a kernel's arguments, each in slots of its own; filled anew for every launch.
 
-    first: arguments of one launch, which tell the types; int is an address.
+    first: arguments of one launch, which tell the types; int is an address, an array a struct.
     """
 
     def __init__(self, first: Sequence[Any]) -> None:
         self._layout = struct.Struct("<" + "".join(map(_code, first)))
         self.slots = ctypes.create_string_buffer(max(SLOT, self._layout.size))
         start = ctypes.addressof(self.slots)
-        places = (start + SLOT * i for i in range(len(first)))
+        sizes = [
+            0,
+            *(SLOT if isinstance(each, int) else _whole(each.nbytes) for each in first[:-1]),
+        ]
+        places = (start + place for place in itertools.accumulate(sizes))
         self.places = (ctypes.c_void_p * max(1, len(first)))(*places)
 
     def fill(self, args: Sequence[Any]) -> None:
-        self._layout.pack_into(self.slots, 0, *args)
+        told = (each.tobytes() if isinstance(each, np.ndarray) else each for each in args)
+        self._layout.pack_into(self.slots, 0, *told)
 
 
 def _code(value: Any) -> str:
-    """struct's letters for a slot that holds a value of this type."""
+    """struct's letters for the slots that hold a value of this type."""
     if isinstance(value, int):
         return "Q"
+    if isinstance(value, np.ndarray):
+        return f"{_whole(value.nbytes)}s"
     kind = np.dtype(value.dtype)
     assert kind.str[1:] in ("i4", "u4", "f4", "i8", "u8", "f8"), kind
     letter = "f" if kind.kind == "f" else "i" if kind.kind == "i" else "I"
     wide = {"f": "d", "i": "q", "I": "Q"}
     return f"{letter}4x" if kind.itemsize == 4 else wide[letter]
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // SLOT) * SLOT
 
 
 class Submission:

@@ -29,6 +29,18 @@ def test_arguments_have_slots_of_their_own() -> None:
     assert found == [2**41 + 3, -7, 1.5, -9, 8, 2**63]
 
 
+def test_a_struct_among_arguments() -> None:
+    kind = np.dtype([("at", "<u8"), ("count", "<i4"), ("rest", "<i4")])
+    made = [np.array([(2**40 + i, i, -i)], kind) for i in (1, 2)]
+    arguments = Arguments((np.int32(3), made[0], 2**50))
+    arguments.fill((np.int32(4), made[1], 2**51))
+    first, middle, last = arguments.places
+    assert (middle - first, last - middle) == (8, 16)
+    assert ctypes.string_at(middle, 16) == made[1].tobytes()
+    assert ctypes.c_int32.from_address(first).value == 4
+    assert ctypes.c_uint64.from_address(last).value == 2**51
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("instance", [*WAITING.values(), *OTHERS.values()], ids=lambda i: i.name)
 def test_only_what_waits_may_start_early(instance: Instance) -> None:
