@@ -4,17 +4,9 @@
 // copy 16 bytes at a time.
 #pragma once
 #include "attention_strand.cuh"
+#include "either.cuh"
 
 namespace voltapile {
-
-template <bool IS_FIRST, class First, class Second>
-struct Either {
-  using type = First;
-};
-template <class First, class Second>
-struct Either<false, First, Second> {
-  using type = Second;
-};
 
 #if VP_ARCH >= 800
 // Steps that are under way; bytes in flight are what memory's speed needs.

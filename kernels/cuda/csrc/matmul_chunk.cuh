@@ -3,6 +3,7 @@
 // For formats that matmul_block.cuh takes as they are, its work; for the others the general way
 // through their Codec.
 #pragma once
+#include "either.cuh"
 #include "matmul_block.cuh"
 
 namespace voltapile {
@@ -16,14 +17,6 @@ struct Equal {
 template <class A>
 struct Equal<A, A> {
   static constexpr bool value = true;
-};
-template <bool CONDITION, class A, class B>
-struct Either {
-  using type = A;
-};
-template <class A, class B>
-struct Either<false, A, B> {
-  using type = B;
 };
 
 // Whether blocks go from global memory to registers (matmul_direct.cuh).
