@@ -91,7 +91,7 @@ struct Strip {
     return memory + BELLS + WARPS * depth * SIZE;
   }
   // A warp's own, for all that a block multiplies: bells go on ringing.
-  __device__ __forceinline__ Ring<SIZE> ring() const {
+  __device__ __forceinline__ PieceRing<SIZE> ring() const {
     const int warp = own_warp();
     return {memory + BELLS + warp * depth * SIZE,
             reinterpret_cast<Bell*>(memory) + warp * MOST_DEPTH, depth,
@@ -104,7 +104,7 @@ struct Strip {
   // weights are asked for, the next kernel may ask for its own.
   template <class First, class From>
   __device__ __forceinline__ Sums multiply(int count, First first_of, From& from,
-                                           Ring<SIZE>& ring) const {
+                                           PieceRing<SIZE>& ring) const {
     const int lane = threadIdx.x & 31, warp = own_warp();
     const C cut{k};
     const int chunks = cut.count(), slot = slot_bytes();

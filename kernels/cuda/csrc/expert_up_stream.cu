@@ -52,8 +52,8 @@ struct Units {
   // silu(gate x) * up x. source: as of Strip.
   template <class Format, class From>
   __device__ __forceinline__ void make(const Strip<Format>& strip,
-                                       Ring<Strip<Format>::SIZE>& ring, int tokens, From source,
-                                       float* out) const {
+                                       PieceRing<Strip<Format>::SIZE>& ring, int tokens,
+                                       From source, float* out) const {
     const long long unit_bytes = 16 * Chunks<Format>{k}.row_bytes();
     const Sums sums = strip.multiply(
         tokens,
