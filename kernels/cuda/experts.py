@@ -12,6 +12,7 @@ from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
+from voltapile.kernels.cuda.norms import norm_of
 from voltapile.kernels.cuda.states import TAP_KINDS
 
 MOST_USED = 32  # experts of a token
@@ -19,7 +20,8 @@ MOST_EXPERTS = 1024  # of a layer
 MOST_PAIRS = 65535  # of a launch: a grid's limit on its second axis
 TICKETS = 65536  # of ROUTE: a token has one for each expert
 ROUTE_MANY_FROM = 64  # rows of prompts
-ROUTED = 4  # experts of a block of ROUTE
+FEW = 256  # experts, of which a block of ROUTE has fewer
+NORMED = 4096  # columns of a row that it norms itself
 GATE, UP = 0, 1
 
 
@@ -46,11 +48,15 @@ def _route(function: str, **defines: int) -> Instance:
 
 
 SLOTS = 2, 4  # 1,024 times as many columns come at once: as few as there are
+# Experts of a block: of one token few, since a multiprocessor takes its time to fetch them; more
+# tokens are read by each block.
+EACH = 2, 4
 ROUTE = {
-    (name, held, slots): _route("route", KIND=int(kind), HELD=held, SLOTS=slots)
+    (name, held, slots, each): _route("route", KIND=int(kind), HELD=held, SLOTS=slots, EACH=each)
     for name, kind in TAP_KINDS.items()
     for held in HELD
     for slots in SLOTS
+    for each in EACH
 }
 ROUTE_MANY = {name: _route("route_many", KIND=int(kind)) for name, kind in TAP_KINDS.items()}
 CHOOSE = {held: _route("choose_experts", HELD=held) for held in HELD}
@@ -91,21 +97,24 @@ def route(
     is_rounded: bool,
     alone: int | None = None,
 ) -> tuple[DeviceArray, DeviceArray]:
-    """tickets: uint32 zeros, of all layers. alone: as that of `experts`."""
+    """tickets: uint32 zeros, of all layers. alone: as that of `experts`. x may be a late norm."""
     (tokens, columns), experts = x.shape, router.shape[0]
     assert router.shape == (experts, columns), (x, router.shape)
     chosen, weights = _choice(ops, tokens, experts, used, counts)
     first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
     held, step = _held(experts), len(tickets) // (8 * experts) * 8
-    slots = SLOTS[columns > 1024 * SLOTS[0]]
+    slots, each = SLOTS[columns > 1024 * SLOTS[0]], EACH[tokens > 1 or experts > FEW]
+    rows, gain, normed, factor = _unnormed(x, is_late=first == tokens, is_rounded=is_rounded)
     for start in range(0, first, step):
-        count = min(first - start, step)
-        arrays = x[start:], router, tickets, chosen[start:], weights[start:], counts
+        count, before = min(first - start, step), 4 * columns * start
+        arrays = router, tickets, chosen[start:], weights[start:], counts
+        pointers = rows + before, *(array.ptr for array in arrays), gain, normed and normed + before
         sizes = experts, used, count, max(0, generated - start), columns, int(is_rounded)
-        ops.kernel(ROUTE[router.type_name, held, slots])(
-            (_groups(experts, ROUTED) + 1, _groups(count, 8)),
+        blocks = _groups(experts, each) + (min(count, 8) if normed else 0) + 1
+        ops.kernel(ROUTE[router.type_name, held, slots, each])(
+            (blocks, _groups(count, 8)),
             256,
-            (*(each.ptr for each in arrays), *map(np.int32, sizes)),
+            (*pointers, *map(np.int32, sizes), *factor),
             shared=_choice_bytes(held) << (min(count, 8) - 1).bit_length(),
         )
     if first < tokens:
@@ -114,6 +123,20 @@ def route(
             logits = _logits(ops, x[first:], router, is_rounded)
             _choose(ops, logits, own, counts, max(0, generated - first))
     return chosen, weights
+
+
+def _unnormed(
+    x: DeviceArray, is_late: bool, is_rounded: bool
+) -> tuple[int, int, int, tuple[np.float32, np.float32]]:
+    """Rows, gains of the norm that they need, where it goes if it is not there yet, and what makes
+    its factor. is_late: whether it may be made with the logits."""
+    columns, norm = x.shape[1], None if is_rounded else norm_of(x)
+    if norm is None or columns > NORMED:
+        return x.ptr, 0, 0, (np.float32(0), np.float32(0))
+    if not is_late:
+        norm.make()
+    factor = np.float32(1) / np.float32(columns), np.float32(norm.eps)
+    return norm.x.ptr, norm.weight.ptr, norm.take() if norm.is_late else 0, factor
 
 
 def _logits(ops: Launcher, x: DeviceArray, router: CudaWeight, is_rounded: bool) -> DeviceArray:
