@@ -115,7 +115,7 @@ def route(
             (blocks, _groups(count, 8)),
             256,
             (*pointers, *map(np.int32, sizes), *factor),
-            shared=_choice_bytes(held) << (min(count, 8) - 1).bit_length(),
+            shared=_choice_bytes(held) * min(count, 8),
         )
     if first < tokens:
         own = chosen[first:], weights[first:]
@@ -184,7 +184,7 @@ def _choose(
 
 def _choice_bytes(held: int) -> int:
     """Of route.cu's Choice."""
-    return 128 * held + 8 * 64 + (8 + 4) * MOST_USED
+    return (4 + 2) * 32 * held + 16 + 8 * MOST_USED
 
 
 def _held(experts: int) -> int:

@@ -1,6 +1,6 @@
-// A token's experts by its logits: ranks by counting, and the weights of the chosen ones. The
-// largest logits are chosen, of equal ones the first expert, and last what is no number.
-// -D HELD: experts are no more than 32 times as many.
+// A token's experts by its logits, and the weights of the chosen ones, by a warp: ranks are counted
+// among the few that may be chosen. The largest logits are chosen, of equal ones the first expert,
+// and last what is no number. -D HELD: experts are no more than 32 times as many.
 #pragma once
 #include "block.cuh"
 #include "quotient.cuh"
@@ -14,11 +14,7 @@ namespace voltapile {
 using u64 = unsigned long long;
 
 constexpr unsigned EXPERTS = 32 * HELD;  // the most that an instance takes
-constexpr unsigned GROUPS = 64;          // of neighbouring experts
-constexpr unsigned MEMBERS = EXPERTS / GROUPS;
 constexpr unsigned MOST_USED = 32;
-constexpr unsigned SPLIT = 2;                      // lanes that share a candidate
-constexpr unsigned AT_ONCE = HELD < 8 ? HELD : 8;  // of a thread's loads
 constexpr unsigned NO_NUMBER = 1;
 
 // Of a logit, never 0: in the order of numbers, and what is no number is below them all.
@@ -32,16 +28,14 @@ __device__ __forceinline__ float logit_of(unsigned key) {
   return __uint_as_float(key ^ (is_negative | 0x80000000u));
 }
 
-// A token's choice in shared memory. keys: of its logits, 0 where there is no expert.
-struct Choice {
-  unsigned keys[EXPERTS];
-  u64 best[GROUPS], winners[MOST_USED];  // by rank
-  int groups[MOST_USED];                 // by the rank of their best
+// Keys of a lane: of experts lane, lane + 32, ...; 0 where there is none.
+using Keys = unsigned[HELD];
 
-  // Larger than all that come behind it: of equal ones the first expert.
-  __device__ __forceinline__ u64 whole(unsigned expert) const {
-    return static_cast<u64>(keys[expert]) << 32 | ~expert;
-  }
+// A token's choice in shared memory.
+struct __align__(16) Choice {
+  unsigned keys[EXPERTS + 4];        // of candidates in the order of experts; 0 behind them
+  unsigned short experts[EXPERTS];   // theirs
+  u64 winners[MOST_USED];            // by rank: a key and its expert
 };
 
 // What other blocks write meanwhile.
@@ -62,110 +56,95 @@ __device__ __forceinline__ void leave(unsigned* place, unsigned value) {
 #endif
 }
 
-// Threads that work on one token: a warp, or a power of two of warps.
-struct Crew {
-  unsigned mine, bits;  // this one's number; log2 of how many there are
+// A token's keys as blocks leave them, when all are there; places are 0 again then.
+__device__ __forceinline__ void collect(unsigned* inbox, Keys& keys, unsigned experts,
+                                        unsigned lane) {
+  unsigned least;
+  do {
+    least = NO_NUMBER;
+#pragma unroll
+    for (unsigned i = 0; i < HELD; ++i) {
+      const unsigned e = 32 * i + lane;
+      keys[i] = e < experts ? look_at(inbox + e) : 0;
+      if (e < experts) least = min(least, keys[i]);
+    }
+  } while (least == 0);
+#pragma unroll
+  for (unsigned i = 0; i < HELD; ++i)
+    if (32 * i + lane < experts) leave(inbox + 32 * i + lane, 0);
+}
 
-  __device__ __forceinline__ unsigned size() const { return 1u << bits; }
+struct Min {
+  __device__ unsigned operator()(unsigned a, unsigned b) const { return a < b ? a : b; }
 };
-
-// The `used` best groups hold all that is chosen, since each has one that is better than any of the
-// others. Ranks are counted. The whole block calls, with used = 0 for a token that is not there.
-__device__ __forceinline__ void rank_groups(Choice& own, unsigned used, Crew crew) {
-#pragma unroll 1
-  for (unsigned g = crew.mine; g < GROUPS; g += crew.size()) {
-    unsigned best = own.keys[MEMBERS * g], at = 0;
-#pragma unroll
-    for (unsigned i = 1; i < MEMBERS; ++i) {
-      const unsigned key = own.keys[MEMBERS * g + i];
-      if (key > best) best = key, at = i;
-    }
-    own.best[g] = static_cast<u64>(best) << 32 | ~(MEMBERS * g + at);
-  }
-  __syncthreads();
-  const unsigned split = crew.bits > 6 ? crew.bits - 6 : 0;  // log2 of lanes that share a group
-#pragma unroll 1
-  for (unsigned item = crew.mine; item < GROUPS << split; item += crew.size()) {
-    const unsigned g = item >> split;
-    const u64 best = own.best[g], *with = own.best + (item & ((1u << split) - 1));
-    unsigned rank = 0;
-#pragma unroll 1
-    for (unsigned j = 0; j < GROUPS >> split; j += 8)
-#pragma unroll
-      for (unsigned i = 0; i < 8; ++i) rank += with[(j + i) << split] > best;
-#pragma unroll 1
-    for (unsigned step = 1u << split >> 1; step > 0; step >>= 1)
-      rank += __shfl_xor_sync(ALL, rank, step);
-    if (rank < used) own.groups[rank] = g;
-  }
-  __syncthreads();
+__device__ __forceinline__ unsigned least_of_warp(unsigned value) {
+#if VP_ARCH >= 800 && !defined(VP_EMULATION)
+  return __reduce_min_sync(ALL, value);
+#else
+  return warp_join(value, Min());
+#endif
 }
 
-// Of their members the best; the block calls as above.
-__device__ __forceinline__ void rank_members(Choice& own, unsigned used, Crew crew) {
-  const unsigned items = used * MEMBERS * SPLIT;
-#pragma unroll 1
-  for (unsigned start = 0; start < items; start += crew.size()) {
-    const bool is_in = start + crew.mine < items;
-    const unsigned item = is_in ? start + crew.mine : 0, i = item / SPLIT, part = item % SPLIT;
-    const u64 candidate = own.whole(MEMBERS * own.groups[i / MEMBERS] + i % MEMBERS);
-    unsigned rank = 0;
-#pragma unroll 2
-    for (unsigned g = part; g < used; g += SPLIT) {
-      const unsigned first = MEMBERS * own.groups[g];
+// Puts down which experts may be chosen, and tells how many: of `used` groups of lanes or more each
+// has one that is no less than the least of their best, so no other is chosen.
+__device__ __forceinline__ unsigned put_candidates(const Keys& keys, Choice& own, unsigned used,
+                                                   unsigned lane) {
+  unsigned best = keys[0];
 #pragma unroll
-      for (unsigned j = 0; j < MEMBERS; ++j) rank += own.whole(first + j) > candidate;
-    }
-    rank += __shfl_xor_sync(ALL, rank, 1);
-    if (is_in && rank < used) own.winners[rank] = candidate;
+  for (unsigned i = 1; i < HELD; ++i) best = max(best, keys[i]);
+#pragma unroll 1
+  for (unsigned size = 1; 2 * size * used <= 32; size *= 2)
+    best = max(best, __shfl_xor_sync(ALL, best, size));
+  const unsigned least = max(least_of_warp(best), 1u), before = (1u << lane) - 1;
+  unsigned count = 0;
+#pragma unroll
+  for (unsigned i = 0; i < HELD; ++i) {
+    const bool is_in = keys[i] >= least;
+    const unsigned all = __ballot_sync(ALL, is_in), at = count + __popc(all & before);
+    if (is_in) own.keys[at] = keys[i], own.experts[at] = 32 * i + lane;
+    count += __popc(all);
   }
-  __syncthreads();
+  if (lane < 4) own.keys[count + lane] = 0;
+  __syncwarp();
+  return count;
 }
 
-// When keys are there; the block calls as above. Weights are shares of the chosen ones, so that the
-// others' sum cancels. They are added by rank.
-__device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights, u64* counts,
-                                       unsigned used, Crew crew) {
-  __syncthreads();
-  rank_groups(own, used, crew);
-  rank_members(own, used, crew);
-  if (crew.mine >= 32 || used == 0) return;
-  const u64 winner = own.winners[min(crew.mine, used - 1)];
-  const unsigned key = static_cast<unsigned>(winner >> 32), expert = ~static_cast<unsigned>(winner);
+// Of candidates those that are chosen.
+__device__ __forceinline__ void rank_candidates(Choice& own, unsigned count, unsigned used,
+                                                unsigned lane) {
+#pragma unroll 1
+  for (unsigned mine = lane; mine < count; mine += 32) {
+    const unsigned key = own.keys[mine];
+    unsigned rank = 0;
+#pragma unroll 1
+    for (unsigned at = 0; at < count; at += 4) {
+      const uint4 others = *reinterpret_cast<const uint4*>(own.keys + at);
+      rank += others.x > key - (at < mine);  // of equal ones the first
+      rank += others.y > key - (at + 1 < mine);
+      rank += others.z > key - (at + 2 < mine);
+      rank += others.w > key - (at + 3 < mine);
+    }
+    if (rank < used) own.winners[rank] = static_cast<u64>(key) << 32 | own.experts[mine];
+  }
+  __syncwarp();
+}
+
+// The warp calls. Weights are shares of the chosen ones, so that the others' sum cancels. They are
+// added by rank.
+__device__ __forceinline__ void choose(const Keys& keys, Choice& own, int* chosen, float* weights,
+                                       u64* counts, unsigned used, unsigned lane) {
+  rank_candidates(own, put_candidates(keys, own, used, lane), used, lane);
+  const u64 winner = own.winners[min(lane, used - 1)];
+  const unsigned key = static_cast<unsigned>(winner >> 32), expert = static_cast<unsigned>(winner);
   const float best = logit_of(static_cast<unsigned>(own.winners[0] >> 32));
   const float value = key == NO_NUMBER ? 0.0f : expf(logit_of(key) - best);
   float all = 0.0f;
 #pragma unroll 4
   for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, value, rank);
-  if (crew.mine >= used) return;
-  chosen[crew.mine] = static_cast<int>(expert);
-  weights[crew.mine] = quotient(value, all);
+  if (lane >= used) return;
+  chosen[lane] = static_cast<int>(expert);
+  weights[lane] = quotient(value, all);
   atomicAdd(counts + expert, static_cast<u64>(1));
-}
-
-// A token's keys as blocks leave them, when all are there; places are 0 again then.
-__device__ __forceinline__ void collect(unsigned* inbox, unsigned* keys, unsigned experts,
-                                        Crew crew) {
-#pragma unroll 1
-  for (unsigned start = crew.mine; start < EXPERTS; start += AT_ONCE * crew.size()) {
-    unsigned key[AT_ONCE], least;
-    do {
-#pragma unroll
-      for (unsigned i = 0; i < AT_ONCE; ++i) {
-        const unsigned e = start + (i << crew.bits);
-        key[i] = e < experts ? look_at(inbox + e) : NO_NUMBER;
-      }
-      least = key[0];
-#pragma unroll
-      for (unsigned i = 1; i < AT_ONCE; ++i) least = min(least, key[i]);
-    } while (least == 0);
-#pragma unroll
-    for (unsigned i = 0; i < AT_ONCE; ++i) {
-      const unsigned e = start + (i << crew.bits);
-      if (e < EXPERTS) keys[e] = e < experts ? key[i] : 0;
-      if (e < experts) leave(inbox + e, 0);
-    }
-  }
 }
 
 }  // namespace voltapile

@@ -18,8 +18,8 @@ extern "C" __global__ void round_to_bf16(const float* x, float* out, long long n
 // the others have started. router: [experts][k], of -D KIND; k is a multiple of 4. inbox:
 // [tokens][experts], zeros between two launches; counts: [2][experts], of prompts' tokens and of
 // the first `generated` ones. gain: null, or x is to be normed: to `normed` too, if that is not
-// null; k is whole runs then, and no more than 1024 SLOTS. Shared: Choice of each token of a block,
-// which are 1, 2, 4 or 8.
+// null; k is whole runs then, and no more than 1024 SLOTS. Shared: a Choice for each token of a
+// block.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 route(const float* x, const void* router, unsigned* inbox, int* chosen, float* weights, u64* counts,
       const float* gain, float* normed, int experts, int used, int tokens, int generated, int k,
@@ -37,16 +37,14 @@ route(const float* x, const void* router, unsigned* inbox, int* chosen, float* w
     put_normed(x + row, Norm{gain, share, eps}, normed + row, k);
     return;
   }
-  const unsigned bits = count == 1 ? 8 : count == 2 ? 7 : count <= 4 ? 6 : 5;
-  const Crew crew{threadIdx.x & ((1u << bits) - 1), bits};
-  const int place = threadIdx.x >> bits;
+  const unsigned lane = threadIdx.x & 31, place = threadIdx.x >> 5;
   const long long token = first + place;
-  const bool is_there = place < count;
-  Choice& choice = reinterpret_cast<Choice*>(shared)[place];
   grid_wait();
-  if (is_there) collect(inbox + token * experts, choice.keys, experts, crew);
-  choose(choice, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), is_there ? used : 0, crew);
+  if (place >= count) return;
+  Keys keys;
+  collect(inbox + token * experts, keys, experts, lane);
+  choose(keys, reinterpret_cast<Choice*>(shared)[place], chosen + token * used,
+         weights + token * used, counts + (token < generated ? experts : 0), used, lane);
 }
 
 // grid: (experts / 128, tokens / 32), 128 threads: logits of prompts. A warp has eight tokens, a
@@ -125,18 +123,17 @@ choose_experts(const float* logits, int* chosen, float* weights, u64* counts, in
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   grid_wait();
-  const unsigned lane = threadIdx.x & 31;
-  const long long token = blockIdx.x * 4 + threadIdx.x / 32;
-  const bool is_there = token < tokens;
-  Choice& own = reinterpret_cast<Choice*>(shared)[threadIdx.x / 32];
-  const float* from = logits + (is_there ? token : 0) * experts;
+  const unsigned lane = threadIdx.x & 31, place = threadIdx.x >> 5;
+  const long long token = blockIdx.x * 4 + place;
+  if (token >= tokens) return;
+  Keys keys;
 #pragma unroll
   for (unsigned i = 0; i < HELD; ++i) {
     const int e = 32 * i + lane;
-    own.keys[e] = e < experts ? key_of(from[e]) : 0;
+    keys[i] = e < experts ? key_of(logits[token * experts + e]) : 0;
   }
-  choose(own, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), is_there ? used : 0, Crew{lane, 5});
+  choose(keys, reinterpret_cast<Choice*>(shared)[place], chosen + token * used,
+         weights + token * used, counts + (token < generated ? experts : 0), used, lane);
 }
 
 // grid: (rows), 256 threads. y [rows][n] *= sigmoid(x [rows][k] . weight [k])
