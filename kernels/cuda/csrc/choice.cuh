@@ -3,6 +3,7 @@
 // and last what is no number. -D HELD: experts are no more than 32 times as many.
 #pragma once
 #include "block.cuh"
+#include "half.cuh"
 #include "quotient.cuh"
 
 #ifndef HELD
@@ -31,11 +32,17 @@ __device__ __forceinline__ float logit_of(unsigned key) {
 // Keys of a lane: of experts lane, lane + 32, ...; 0 where there is none.
 using Keys = unsigned[HELD];
 
+struct Winner {
+  float value;  // its share, but for the sum of all
+  int expert;
+};
+
 // A token's choice in shared memory.
 struct __align__(16) Choice {
-  unsigned keys[EXPERTS + 4];        // of candidates in the order of experts; 0 behind them
-  unsigned short experts[EXPERTS];   // theirs
-  u64 winners[MOST_USED];            // by rank: a key and its expert
+  static constexpr unsigned NOWHERE = EXPERTS + 8;
+  unsigned keys[EXPERTS + 16];           // of candidates in the order of experts, and eight zeros
+  unsigned short experts[EXPERTS + 16];  // theirs
+  Winner winners[MOST_USED];             // by rank
 };
 
 // What other blocks write meanwhile.
@@ -65,86 +72,95 @@ __device__ __forceinline__ void collect(unsigned* inbox, Keys& keys, unsigned ex
 #pragma unroll
     for (unsigned i = 0; i < HELD; ++i) {
       const unsigned e = 32 * i + lane;
-      keys[i] = e < experts ? look_at(inbox + e) : 0;
-      if (e < experts) least = min(least, keys[i]);
+      keys[i] = e < experts ? look_at(inbox + e) : NO_NUMBER;
+      least = min(least, keys[i]);
     }
   } while (least == 0);
 #pragma unroll
-  for (unsigned i = 0; i < HELD; ++i)
+  for (unsigned i = 0; i < HELD; ++i) {
     if (32 * i + lane < experts) leave(inbox + 32 * i + lane, 0);
+    else keys[i] = 0;
+  }
 }
 
-struct Min {
-  __device__ unsigned operator()(unsigned a, unsigned b) const { return a < b ? a : b; }
+struct Least {
+  __device__ unsigned operator()(unsigned a, unsigned b) const { return min(a, b); }
 };
 __device__ __forceinline__ unsigned least_of_warp(unsigned value) {
 #if VP_ARCH >= 800 && !defined(VP_EMULATION)
   return __reduce_min_sync(ALL, value);
 #else
-  return warp_join(value, Min());
+  return warp_join(value, Least());
 #endif
 }
+__device__ __forceinline__ unsigned most_of_warp(unsigned value) { return ~least_of_warp(~value); }
 
-// Puts down which experts may be chosen, and tells how many: of `used` groups of lanes or more each
-// has one that is no less than the least of their best, so no other is chosen.
-__device__ __forceinline__ unsigned put_candidates(const Keys& keys, Choice& own, unsigned used,
-                                                   unsigned lane) {
-  unsigned best = keys[0];
+// Puts down who may be chosen, and tells how many: of `used` groups of lanes or more each has one
+// that is no less than the least of their best, so nobody below that is. best: of the lane's keys.
+__device__ __forceinline__ unsigned put_candidates(const Keys& keys, unsigned best, Choice& own,
+                                                   unsigned used, unsigned lane) {
 #pragma unroll
-  for (unsigned i = 1; i < HELD; ++i) best = max(best, keys[i]);
-#pragma unroll 1
-  for (unsigned size = 1; 2 * size * used <= 32; size *= 2)
+  for (unsigned size = 1; size < 32; size *= 2) {
+    if (2 * size * used > 32) break;
     best = max(best, __shfl_xor_sync(ALL, best, size));
+  }
   const unsigned least = max(least_of_warp(best), 1u), before = (1u << lane) - 1;
   unsigned count = 0;
 #pragma unroll
   for (unsigned i = 0; i < HELD; ++i) {
     const bool is_in = keys[i] >= least;
-    const unsigned all = __ballot_sync(ALL, is_in), at = count + __popc(all & before);
-    if (is_in) own.keys[at] = keys[i], own.experts[at] = 32 * i + lane;
+    const unsigned all = __ballot_sync(ALL, is_in);
+    const unsigned at = is_in ? count + __popc(all & before) : Choice::NOWHERE;
+    own.keys[at] = keys[i], own.experts[at] = 32 * i + lane;
     count += __popc(all);
   }
-  if (lane < 4) own.keys[count + lane] = 0;
+  if (lane < 8) own.keys[count + lane] = 0;
   __syncwarp();
   return count;
 }
 
-// Of candidates those that are chosen.
-__device__ __forceinline__ void rank_candidates(Choice& own, unsigned count, unsigned used,
-                                                unsigned lane) {
+// How many candidates are better than one; of equal ones the first is.
+__device__ __forceinline__ unsigned rank_of(const Choice& own, unsigned mine, unsigned count) {
+  const auto four = [&](unsigned at) { return *reinterpret_cast<const uint4*>(own.keys + at); };
+  const unsigned key = own.keys[mine], place = mine & 3;
+  const uint4 beside = four(mine - place);
+  uint4 more = {place > 0 && beside.x == key, place > 1 && beside.y == key,
+                place > 2 && beside.z == key, 0};  // apart, so that none waits for another
 #pragma unroll 1
-  for (unsigned mine = lane; mine < count; mine += 32) {
-    const unsigned key = own.keys[mine];
-    unsigned rank = 0;
-#pragma unroll 1
-    for (unsigned at = 0; at < count; at += 4) {
-      const uint4 others = *reinterpret_cast<const uint4*>(own.keys + at);
-      rank += others.x > key - (at < mine);  // of equal ones the first
-      rank += others.y > key - (at + 1 < mine);
-      rank += others.z > key - (at + 2 < mine);
-      rank += others.w > key - (at + 3 < mine);
-    }
-    if (rank < used) own.winners[rank] = static_cast<u64>(key) << 32 | own.experts[mine];
+  for (unsigned at = 0; at < count; at += 8) {
+    const uint4 a = four(at), b = four(at + 4);
+    const unsigned first = at + 4 <= mine ? key - 1 : key, second = at + 8 <= mine ? key - 1 : key;
+    more.x += (a.x > first) + (b.x > second), more.y += (a.y > first) + (b.y > second);
+    more.z += (a.z > first) + (b.z > second), more.w += (a.w > first) + (b.w > second);
   }
-  __syncwarp();
+  return (more.x + more.y) + (more.z + more.w);
 }
 
 // The warp calls. Weights are shares of the chosen ones, so that the others' sum cancels. They are
 // added by rank.
 __device__ __forceinline__ void choose(const Keys& keys, Choice& own, int* chosen, float* weights,
                                        u64* counts, unsigned used, unsigned lane) {
-  rank_candidates(own, put_candidates(keys, own, used, lane), used, lane);
-  const u64 winner = own.winners[min(lane, used - 1)];
-  const unsigned key = static_cast<unsigned>(winner >> 32), expert = static_cast<unsigned>(winner);
-  const float best = logit_of(static_cast<unsigned>(own.winners[0] >> 32));
-  const float value = key == NO_NUMBER ? 0.0f : expf(logit_of(key) - best);
+  unsigned best = keys[0];
+#pragma unroll
+  for (unsigned i = 1; i < HELD; ++i) best = max(best, keys[i]);
+  const float first = logit_of(most_of_warp(best));
+  const unsigned count = put_candidates(keys, best, own, used, lane);
+#pragma unroll 1
+  for (unsigned mine = lane; mine < count; mine += 32) {
+    const unsigned key = own.keys[mine];
+    const float value = key == NO_NUMBER ? 0.0f : expf(logit_of(key) - first);
+    const unsigned rank = rank_of(own, mine, count);
+    if (rank < used) own.winners[rank] = {value, own.experts[mine]};
+  }
+  __syncwarp();
+  const Winner winner = own.winners[min(lane, used - 1)];
   float all = 0.0f;
-#pragma unroll 4
-  for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, value, rank);
+#pragma unroll 8
+  for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, winner.value, rank);
   if (lane >= used) return;
-  chosen[lane] = static_cast<int>(expert);
-  weights[lane] = quotient(value, all);
-  atomicAdd(counts + expert, static_cast<u64>(1));
+  chosen[lane] = winner.expert;
+  weights[lane] = quotient(winner.value, all);
+  atomicAdd(counts + winner.expert, static_cast<u64>(1));
 }
 
 }  // namespace voltapile
