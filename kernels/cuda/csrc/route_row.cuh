@@ -97,6 +97,18 @@ __device__ __forceinline__ void multiply(float4 v, const float4 (&w)[EACH][SLOTS
   }
 }
 
+// The same place in shared memory, as an address that is worked out here and not where it is used.
+template <class T>
+__device__ __forceinline__ const T& found(const T& place) {
+#ifdef VP_EMULATION
+  return place;
+#else
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(&place));
+  asm volatile("" : "+r"(address));
+  return *static_cast<const T*>(__cvta_shared_to_generic(address));
+#endif
+}
+
 // The logits of a block's experts, for up to eight tokens from `first` on.
 __device__ __forceinline__ void put_logits(const float* x, const void* router, unsigned* inbox,
                                            const Norm& norm, int first, int count, int experts,
@@ -143,12 +155,16 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
       parts[t].add(sum, squares, warp, lane, start == 0);
     }
   }
+  static_assert(8 * EACH <= 32);
+  const int t = lane / EACH, e = lane % EACH;
+  const Parts& own = found(parts[t & 7]);
+  unsigned* to = inbox + static_cast<long long>(first + t) * experts + expert + e;
+  const bool is_own = warp == 0 && t < count && expert + e < experts;
   __syncthreads();
-  const int t = threadIdx.x / EACH, e = threadIdx.x % EACH;
-  if (t >= count || expert + e >= experts) return;
-  float all = parts[t].joined(e);
-  if (gains != nullptr) all *= factor_of(parts[t].joined(EACH), norm.share, norm.eps);
-  leave(inbox + static_cast<long long>(first + t) * experts + expert + e, key_of(all));
+  if (!is_own) return;
+  float all = own.joined(e), factor = factor_of(own.joined(EACH), norm.share, norm.eps);
+  if (gains == nullptr) factor = 1.0f;
+  leave(to, key_of(all * factor));
 }
 
 // A row's norm, with the bits of norm.cu. k: whole runs, which fit the block.
