@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 from voltapile.kernels.cuda import expert_groups, expert_stream, matmul
-from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
@@ -20,6 +20,8 @@ MOST_EXPERTS = 1024  # of a layer
 MOST_PAIRS = 65535  # of a launch: a grid's limit on its second axis
 TICKETS = 65536  # of ROUTE: a token has one for each expert
 ROUTE_MANY_FROM = 64  # rows of prompts
+EARLY = 90  # architecture from which kernels start early
+RESERVED = 1024  # bytes of shared memory that every block takes beside its own
 FEW = 256  # experts, of which a block of ROUTE has fewer
 NORMED = 4096  # columns of a row that it norms itself
 GATE, UP = 0, 1
@@ -111,11 +113,12 @@ def route(
         pointers = rows + before, *(array.ptr for array in arrays), gain, normed and normed + before
         sizes = experts, used, count, max(0, generated - start), columns, int(is_rounded)
         blocks = _groups(experts, each) + (min(count, 8) if normed else 0) + 1
+        grid = blocks, _groups(count, 8)
         ops.kernel(ROUTE[router.type_name, held, slots, each])(
-            (blocks, _groups(count, 8)),
+            grid,
             256,
             (*pointers, *map(np.int32, sizes), *factor),
-            shared=_choice_bytes(held) * min(count, 8),
+            shared=_apart(ops, grid[0] * grid[1], _choice_bytes(held) * min(count, 8)),
         )
     if first < tokens:
         own = chosen[first:], weights[first:]
@@ -123,6 +126,14 @@ def route(
             logits = _logits(ops, x[first:], router, is_rounded)
             _choose(ops, logits, own, counts, max(0, generated - first))
     return chosen, weights
+
+
+def _apart(ops: Launcher, blocks: int, needed: int) -> int:
+    """Bytes of shared memory of a block: so many that no other fits beside it, if each may have a
+    multiprocessor. They would gather on those that the kernel before leaves free."""
+    if ops.arch < EARLY or blocks > ops.multiprocessors:
+        return needed
+    return max(needed, max_shared(ops.arch) // 2 + RESERVED)
 
 
 def _unnormed(

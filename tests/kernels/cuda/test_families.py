@@ -211,6 +211,24 @@ def test_who_does_not_norm_what_it_routes(plain: Any, monkeypatch: pytest.Monkey
     assert launched(768, count=70) == ["rms_norm_rows", "route", "route_many", "choose_experts"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "multiprocessors", "are_apart"), [(1, 22, True), (1, 21, False), (9, 38, True)]
+)
+def test_blocks_of_a_router_have_a_multiprocessor_each(
+    folder: Path, tokens: int, multiprocessors: int, are_apart: bool
+) -> None:
+    """20 or 10 that multiply, one for each token that is normed, up to 8, and one that chooses."""
+    ops = EmulatedFamilies(90, folder, max_shared(90))
+    ops.multiprocessors = multiprocessors
+    x, (gain, _) = ops.array(normal(0, tokens, 768)), weights_of(ops, normal(2, 768))
+    router, _ = weights_of(ops, normal(1, 40, 768))
+    batch = device(ops, batch_of([0] * tokens, [0] * tokens, generated=tokens))
+    counts = ops.array(np.zeros((2, 40), np.int64))
+    ops.route(norms.Normed(ops, x, gain, 1e-6), router, 4, counts, batch)
+    shared = ops.launched[-1][2]
+    assert ((228 << 10) // (shared + 1024) == 1) == are_apart
+
+
 @pytest.mark.parametrize(("experts", "width"), [(6, 64), (130, 100)])
 def test_route_of_prompts(
     ops: Any, monkeypatch: pytest.MonkeyPatch, experts: int, width: int
