@@ -132,6 +132,26 @@ def test_equal_experts(plain: Any, experts: int, used: int) -> None:
             np.testing.assert_allclose(weights, shares / shares.sum(1, keepdims=True), rtol=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 31, 128, 250, 512, 1000])
+def test_choice(plain: Any, count: int) -> None:
+    """Of logits of which many are alike, in any order, or all in one lane's."""
+    logits = np.round(2 * normal(3, 9, count))
+    logits[0] = np.arange(count)
+    logits[1] = -logits[0]
+    logits[2] = np.arange(count) % 32
+    logits[3, 5:] = -np.inf
+    for used in {min(used, count) for used in (1, 2, 3, 8, 10, 32)}:
+        counts = plain.array(np.zeros((2, count), np.int64))
+        chosen, weights = experts.choose(plain, plain.array(logits), used, counts, 9)
+        expected = np.argsort(-logits, axis=1, kind="stable")[:, :used]
+        np.testing.assert_array_equal(plain.to_host(chosen), expected)
+        shares = np.exp(np.take_along_axis(logits - logits.max(1, keepdims=True), expected, 1))
+        shares /= shares.sum(1, keepdims=True)
+        np.testing.assert_allclose(plain.to_host(weights), shares, rtol=1e-5)
+        found = np.bincount(expected.reshape(-1), minlength=count)
+        np.testing.assert_array_equal(plain.to_host(counts), [0 * found, found])
+
+
 def test_no_number_at_all(plain: Any) -> None:
     router, _ = weights_of(plain, normal(1, 128, 16))
     x, counts = np.full((1, 16), np.nan, np.float32), np.zeros((2, 128), np.int64)
@@ -298,7 +318,7 @@ def test_experts(ops: Any, gate: str, up: str, down: str, width: int, inner: int
     ("up", "down", "width", "inner"),
     [pytest.param("Q4_K", "Q6_K", 256, 256, marks=SLOW), ("Q8_0", "Q5_0", 160, 96)],
 )
-def test_experts_of_many_tokens(
+def test_countof_many_tokens(
     ops: Any, monkeypatch: pytest.MonkeyPatch, up: str, down: str, width: int, inner: int
 ) -> None:
     """The first two rows keep their bits; an expert that nobody chose, and one of two tiles."""
@@ -326,7 +346,7 @@ def test_experts_of_many_tokens(
 @pytest.mark.parametrize(
     "name", ["Q6_K", *(pytest.param(name, marks=SLOW) for name in ("Q4_K", "Q5_K", "Q8_0"))]
 )
-def test_experts_are_alike_however_they_lie(
+def test_countare_alike_however_they_lie(
     ops: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """In tiles, row by row, and the last one by itself; of few tokens and of many. Streams take
