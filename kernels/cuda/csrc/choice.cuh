@@ -63,19 +63,46 @@ __device__ __forceinline__ void leave(unsigned* place, unsigned value) {
 #endif
 }
 
-// A token's keys as blocks leave them, when all are there; places are 0 again then.
+// Of a token's keys those that are there.
+__device__ __forceinline__ void look_at(const unsigned* inbox, Keys& keys, unsigned experts,
+                                        unsigned lane) {
+#pragma unroll
+  for (unsigned i = 0; i < HELD; ++i)
+    keys[i] = 32 * i + lane < experts ? look_at(inbox + 32 * i + lane) : NO_NUMBER;
+}
+// Whether none of the warp's is missing. Not awaited before what was asked for last has been.
+__device__ __forceinline__ bool is_whole(Keys& keys) {
+#ifndef VP_EMULATION
+#pragma unroll
+  for (unsigned i = 0; i < HELD; ++i) asm volatile("" : "+r"(keys[i]));
+#endif
+  unsigned least = keys[0];
+#pragma unroll
+  for (unsigned i = 1; i < HELD; ++i) least = min(least, keys[i]);
+  return __all_sync(ALL, least > 0);
+}
+
+// A token's keys as blocks leave them, when all are there; places are 0 again then. A look takes
+// some 700 clocks, so that two are on their way in turn.
 __device__ __forceinline__ void collect(unsigned* inbox, Keys& keys, unsigned experts,
                                         unsigned lane) {
-  unsigned least;
-  do {
-    least = NO_NUMBER;
+  Keys next;
+  look_at(inbox, keys, experts, lane);
+#ifndef VP_EMULATION
+  for (const unsigned since = clock(); clock() - since < 350;) {
+  }
+#endif
+  look_at(inbox, next, experts, lane);
+#pragma unroll 1
+  while (!is_whole(keys)) {
+    look_at(inbox, keys, experts, lane);
+    if (is_whole(next)) {
 #pragma unroll
-    for (unsigned i = 0; i < HELD; ++i) {
-      const unsigned e = 32 * i + lane;
-      keys[i] = e < experts ? look_at(inbox + e) : NO_NUMBER;
-      least = min(least, keys[i]);
+      for (unsigned i = 0; i < HELD; ++i) keys[i] = next[i];
+      break;
     }
-  } while (least == 0);
+    look_at(inbox, next, experts, lane);
+  }
 #pragma unroll
   for (unsigned i = 0; i < HELD; ++i) {
     if (32 * i + lane < experts) leave(inbox + 32 * i + lane, 0);
