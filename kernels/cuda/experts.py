@@ -50,15 +50,13 @@ def _route(function: str, **defines: int) -> Instance:
 
 
 SLOTS = 2, 4  # 1,024 times as many columns come at once: as few as there are
-# Experts of a block: of one token few, since a multiprocessor takes its time to fetch them; more
-# tokens are read by each block.
-EACH = 2, 4
+EACH = 4, 2  # experts of a block: of several tokens, and of one where there are few experts
 ROUTE = {
-    (name, held, slots, each): _route("route", KIND=int(kind), HELD=held, SLOTS=slots, EACH=each)
+    (name, held, slots, one): _route("route", KIND=int(kind), HELD=held, SLOTS=slots, ONE=int(one))
     for name, kind in TAP_KINDS.items()
     for held in HELD
     for slots in SLOTS
-    for each in EACH
+    for one in ((False, True) if 32 * held <= FEW else (False,))
 }
 ROUTE_MANY = {name: _route("route_many", KIND=int(kind)) for name, kind in TAP_KINDS.items()}
 CHOOSE = {held: _route("choose_experts", HELD=held) for held in HELD}
@@ -105,16 +103,16 @@ def route(
     chosen, weights = _choice(ops, tokens, experts, used, counts)
     first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
     held, step = _held(experts), len(tickets) // (8 * experts) * 8
-    slots, each = SLOTS[columns > 1024 * SLOTS[0]], EACH[tokens > 1 or experts > FEW]
+    slots, is_one = SLOTS[columns > 1024 * SLOTS[0]], tokens == 1 and experts <= FEW
     rows, gain, normed, factor = _unnormed(x, is_late=first == tokens, is_rounded=is_rounded)
     for start in range(0, first, step):
         count, before = min(first - start, step), 4 * columns * start
         arrays = router, tickets, chosen[start:], weights[start:], counts
         pointers = rows + before, *(array.ptr for array in arrays), gain, normed and normed + before
         sizes = experts, used, count, max(0, generated - start), columns, int(is_rounded)
-        blocks = _groups(experts, each) + (min(count, 8) if normed else 0) + 1
+        blocks = _groups(experts, EACH[is_one]) + (min(count, 8) if normed else 0) + 1
         grid = blocks, _groups(count, 8)
-        ops.kernel(ROUTE[router.type_name, held, slots, each])(
+        ops.kernel(ROUTE[router.type_name, held, slots, is_one])(
             grid,
             256,
             (*pointers, *map(np.int32, sizes), *factor),

@@ -13,8 +13,8 @@
 #ifndef SLOTS
 #define SLOTS 4  // float4 of a router's row that a thread asks for at once
 #endif
-#ifndef EACH
-#define EACH 4  // experts of a block
+#ifndef ONE
+#define ONE 0  // there is one token
 #endif
 #ifndef KIND
 #define KIND 0  // of a router's values, as in state_rows.cuh
@@ -22,7 +22,15 @@
 
 namespace voltapile {
 
+constexpr bool IS_ONE = ONE;
 constexpr int THREADS = 256, TEAM = THREADS / 32;
+constexpr int TOKENS = IS_ONE ? 1 : 8;  // of a block
+// Its experts: of one token few, since a multiprocessor takes its time to fetch them; more tokens
+// are read by each block.
+constexpr int EACH = IS_ONE ? 2 : 4;
+// Blocks of which a multiprocessor has registers: where a product of one token has most of them,
+// there is room for one.
+constexpr int BESIDE = IS_ONE && SLOTS == 2 ? 5 : 1;
 
 // float32 to the nearest BF16, ties to even.
 __device__ __forceinline__ float rounded(float x) {
@@ -113,7 +121,7 @@ __device__ __forceinline__ const T& found(const T& place) {
 __device__ __forceinline__ void put_logits(const float* x, const void* router, unsigned* inbox,
                                            const Norm& norm, int first, int count, int experts,
                                            int k, int is_rounded) {
-  __shared__ __align__(16) Parts parts[8];
+  __shared__ __align__(16) Parts parts[TOKENS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * EACH;
   const int fours = k >> 2;
   const float4* gains = reinterpret_cast<const float4*>(norm.gain);
@@ -140,7 +148,7 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
     };
     load(first);
 #pragma unroll 1
-    for (int t = 0; t < count; ++t) {
+    for (int t = 0; t < (IS_ONE ? 1 : count); ++t) {
       float sum[EACH] = {}, squares = 0.0f;
       if (is_rounded)
 #pragma unroll
@@ -151,13 +159,13 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
         squares = fmaf(v[i].x, v[i].x, fmaf(v[i].y, v[i].y, squares));
         squares = fmaf(v[i].z, v[i].z, fmaf(v[i].w, v[i].w, squares));
       }
-      if (t + 1 < count) load(first + t + 1);
+      if (!IS_ONE && t + 1 < count) load(first + t + 1);
       parts[t].add(sum, squares, warp, lane, start == 0);
     }
   }
-  static_assert(8 * EACH <= 32);
+  static_assert(TOKENS * EACH <= 32);
   const int t = lane / EACH, e = lane % EACH;
-  const Parts& own = found(parts[t & 7]);
+  const Parts& own = found(parts[t & TOKENS - 1]);
   unsigned* to = inbox + static_cast<long long>(first + t) * experts + expert + e;
   const bool is_own = warp == 0 && t < count && expert + e < experts;
   __syncthreads();
