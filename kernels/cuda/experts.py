@@ -193,7 +193,7 @@ def _choose(
 
 def _choice_bytes(held: int) -> int:
     """Of route.cu's Choice."""
-    return (4 + 2) * (32 * held + 16) + 8 * MOST_USED
+    return (4 + 2) * (32 * held + 32 + 8) + 8 * MOST_USED
 
 
 def _held(experts: int) -> int:

@@ -16,7 +16,7 @@ using u64 = unsigned long long;
 
 constexpr unsigned EXPERTS = 32 * HELD;  // the most that an instance takes
 constexpr unsigned MOST_USED = 32;
-constexpr unsigned NO_NUMBER = 1;
+constexpr unsigned NO_NUMBER = 1, LEAST_NUMBER = 0x007fffff;  // keys, of that and of -infinity
 
 // Of a logit, never 0: in the order of numbers, and what is no number is below them all.
 __device__ __forceinline__ unsigned key_of(float x) {
@@ -24,13 +24,17 @@ __device__ __forceinline__ unsigned key_of(float x) {
   const unsigned key = bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
   return x == x ? key : NO_NUMBER;
 }
+// What is no number is as the least one.
 __device__ __forceinline__ float logit_of(unsigned key) {
+  key = max(key, LEAST_NUMBER);
   const unsigned is_negative = static_cast<unsigned>(static_cast<int>(~key) >> 31);
   return __uint_as_float(key ^ (is_negative | 0x80000000u));
 }
 
 // Keys of a lane: of experts lane, lane + 32, ...; 0 where there is none.
 using Keys = unsigned[HELD];
+
+constexpr unsigned ROUND = 32;  // candidates that one is compared with at once
 
 struct Winner {
   float value;  // its share, but for the sum of all
@@ -39,10 +43,10 @@ struct Winner {
 
 // A token's choice in shared memory.
 struct __align__(16) Choice {
-  static constexpr unsigned NOWHERE = EXPERTS + 8;
-  unsigned keys[EXPERTS + 16];           // of candidates in the order of experts, and eight zeros
-  unsigned short experts[EXPERTS + 16];  // theirs
-  Winner winners[MOST_USED];             // by rank
+  static constexpr unsigned NOWHERE = EXPERTS + ROUND;
+  unsigned keys[EXPERTS + ROUND + 8];           // of candidates in the order of experts, and zeros
+  unsigned short experts[EXPERTS + ROUND + 8];  // theirs
+  Winner winners[MOST_USED];                    // by rank
 };
 
 // What other blocks write meanwhile.
@@ -129,12 +133,13 @@ __device__ __forceinline__ unsigned put_candidates(const Keys& keys, unsigned be
                                                    unsigned used, unsigned lane) {
   unsigned most = best;
 #pragma unroll 1
-  for (unsigned from = lane + used; from < lane + 32; from += 4 * used)
+  for (unsigned from = lane + used; from < lane + 32; from += 4 * used) {
+    unsigned other[4];
 #pragma unroll
-    for (unsigned i = 0; i < 4; ++i) {
-      const unsigned other = __shfl_sync(ALL, best, from + i * used & 31);
-      if (from + i * used < 32) most = max(most, other);
-    }
+    for (unsigned i = 0; i < 4; ++i) other[i] = __shfl_sync(ALL, best, from + i * used & 31);
+#pragma unroll
+    for (unsigned i = 0; i < 4; ++i) most = max(most, from + i * used < 32 ? other[i] : 0);
+  }
   const unsigned least = max(least_of_warp(lane < used ? most : ~0u), 1u);
   const unsigned before = (1u << lane) - 1;
   unsigned count = 0;
@@ -146,26 +151,43 @@ __device__ __forceinline__ unsigned put_candidates(const Keys& keys, unsigned be
     own.keys[at] = keys[i], own.experts[at] = 32 * i + lane;
     count += __popc(all);
   }
-  if (lane < 8) own.keys[count + lane] = 0;
+  static_assert(ROUND == 32);
+  own.keys[count + lane] = 0;
   __syncwarp();
   return count;
 }
 
+// Counts one more, if a > b.
+__device__ __forceinline__ void count_more(unsigned& more, unsigned a, unsigned b) {
+#ifdef VP_EMULATION
+  more += a > b;
+#else
+  asm("{ .reg .pred p; setp.gt.u32 p, %1, %2; @p add.u32 %0, %0, 1; }"
+      : "+r"(more) : "r"(a), "r"(b));
+#endif
+}
+
 // How many candidates are better than one; of equal ones the first is.
-__device__ __forceinline__ unsigned rank_of(const Choice& own, unsigned mine, unsigned count) {
+__device__ __forceinline__ unsigned rank_of(const Choice& own, unsigned key, unsigned mine,
+                                            unsigned count) {
   const auto four = [&](unsigned at) { return *reinterpret_cast<const uint4*>(own.keys + at); };
-  const unsigned key = own.keys[mine], place = mine & 3;
+  const unsigned place = mine & 3;
   const uint4 beside = four(mine - place);
-  uint4 more = {place > 0 && beside.x == key, place > 1 && beside.y == key,
-                place > 2 && beside.z == key, 0};  // apart, so that none waits for another
+  unsigned more[4] = {place > 0 && beside.x == key, place > 1 && beside.y == key,
+                      place > 2 && beside.z == key, 0};  // apart, so that none waits for another
 #pragma unroll 1
-  for (unsigned at = 0; at < count; at += 8) {
-    const uint4 a = four(at), b = four(at + 4);
-    const unsigned first = at + 4 <= mine ? key - 1 : key, second = at + 8 <= mine ? key - 1 : key;
-    more.x += (a.x > first) + (b.x > second), more.y += (a.y > first) + (b.y > second);
-    more.z += (a.z > first) + (b.z > second), more.w += (a.w > first) + (b.w > second);
+  for (unsigned at = 0; at < count; at += ROUND) {
+    uint4 others[ROUND / 4];
+#pragma unroll
+    for (unsigned i = 0; i < ROUND / 4; ++i) others[i] = four(at + 4 * i);
+#pragma unroll
+    for (unsigned i = 0; i < ROUND / 4; ++i) {
+      const unsigned below = at + 4 * i + 4 <= mine ? key - 1 : key;
+      count_more(more[0], others[i].x, below), count_more(more[1], others[i].y, below);
+      count_more(more[2], others[i].z, below), count_more(more[3], others[i].w, below);
+    }
   }
-  return (more.x + more.y) + (more.z + more.w);
+  return (more[0] + more[1]) + (more[2] + more[3]);
 }
 
 // The warp calls. Weights are shares of the chosen ones, so that the others' sum cancels. They are
@@ -175,23 +197,27 @@ __device__ __forceinline__ void choose(const Keys& keys, Choice& own, int* chose
   unsigned best = keys[0];
 #pragma unroll
   for (unsigned i = 1; i < HELD; ++i) best = max(best, keys[i]);
-  const float first = logit_of(most_of_warp(best));
   const unsigned count = put_candidates(keys, best, own, used, lane);
+  const float first = logit_of(most_of_warp(best));
 #pragma unroll 1
   for (unsigned mine = lane; mine < count; mine += 32) {
     const unsigned key = own.keys[mine];
-    const float value = key == NO_NUMBER ? 0.0f : expf(logit_of(key) - first);
-    const unsigned rank = rank_of(own, mine, count);
-    if (rank < used) own.winners[rank] = {value, own.experts[mine]};
+    const int expert = own.experts[mine];
+    const float value = expf(logit_of(key) - first);
+    const unsigned rank = rank_of(own, key, mine, count);
+    if (rank < used) own.winners[rank] = {value, expert};
   }
   __syncwarp();
   const Winner winner = own.winners[min(lane, used - 1)];
+  const float value = lane < used ? winner.value : 0.0f;
   float all = 0.0f;
-#pragma unroll 8
-  for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, winner.value, rank);
+#pragma unroll 1
+  for (unsigned rank = 0; rank < used; rank += 8)
+#pragma unroll
+    for (unsigned i = 0; i < 8; ++i) all += __shfl_sync(ALL, value, rank + i);
   if (lane >= used) return;
   chosen[lane] = winner.expert;
-  weights[lane] = quotient(winner.value, all);
+  weights[lane] = quotient(value, all);
   atomicAdd(counts + winner.expert, static_cast<u64>(1));
 }
 
