@@ -128,7 +128,7 @@ __device__ __forceinline__ unsigned most_of_warp(unsigned value) { return ~least
 
 // Puts down who may be chosen, and tells how many. Lanes l, l + used, ... are a group, so that each
 // of `used` groups has one that is no less than the least of their best: nobody below that is.
-// best: of the lane's keys. Of n experts in any order that leaves 22 where 8 are chosen, in the mean.
+// best: of the lane's keys. Of experts in any order that leaves 22 where 8 are chosen, in the mean.
 __device__ __forceinline__ unsigned put_candidates(const Keys& keys, unsigned best, Choice& own,
                                                    unsigned used, unsigned lane) {
   unsigned most = best;

@@ -25,6 +25,7 @@ namespace voltapile {
 constexpr bool IS_ONE = ONE;
 constexpr int THREADS = 256, TEAM = THREADS / 32;
 constexpr int TOKENS = IS_ONE ? 1 : 8;  // of a block
+constexpr int AHEAD = IS_ONE ? 1 : 2;   // of them are on their way at once
 // Its experts: of one token few, since a multiprocessor takes its time to fetch them; more tokens
 // are read by each block.
 constexpr int EACH = IS_ONE ? 2 : 4;
@@ -93,17 +94,57 @@ struct Parts {
   }
 };
 
-// Products of a thread's columns of a token with those of each expert.
-__device__ __forceinline__ void multiply(float4 v, const float4 (&w)[EACH][SLOTS], int i,
-                                         float (&sum)[EACH]) {
-#pragma unroll
-  for (int e = 0; e < EACH; ++e) {
-    sum[e] = fmaf(v.x, w[e][i].x, sum[e]);
-    sum[e] = fmaf(v.y, w[e][i].y, sum[e]);
-    sum[e] = fmaf(v.z, w[e][i].z, sum[e]);
-    sum[e] = fmaf(v.w, w[e][i].w, sum[e]);
+// A thread's columns of rows of k, from `start` on: of a block's experts, and of the norm's gains.
+struct Columns {
+  int k, start;
+  float4 w[EACH][SLOTS], g[SLOTS];
+
+  __device__ __forceinline__ int place(int i) const {
+    return start + THREADS * i + static_cast<int>(threadIdx.x);  // in fours
   }
-}
+  __device__ __forceinline__ bool has(int i) const { return place(i) < k >> 2; }
+
+  __device__ __forceinline__ void ask(const void* router, const float* gain, int expert,
+                                      int experts) {
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const long long row = static_cast<long long>(min(expert + e, experts - 1)) * k;
+        w[e][i] = has(i) ? four_of(router, row + 4 * place(i)) : make_float4(0, 0, 0, 0);
+      }
+      const float4* gains = reinterpret_cast<const float4*>(gain);
+      g[i] = gain != nullptr && has(i) ? gains[place(i)] : make_float4(1, 1, 1, 1);
+    }
+  }
+  __device__ __forceinline__ void load(float4 (&v)[SLOTS], const float* x) const {
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i)
+      v[i] = has(i) ? reinterpret_cast<const float4*>(x)[place(i)] : make_float4(0, 0, 0, 0);
+  }
+  // Sums of products with each expert, and of squares.
+  __device__ __forceinline__ float multiply(float4 (&v)[SLOTS], int is_rounded,
+                                            float (&sum)[EACH]) const {
+    float squares = 0.0f;
+    if (is_rounded)
+#pragma unroll
+      for (int i = 0; i < SLOTS; ++i) v[i] = rounded(v[i]);
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) {
+      const float4 own = scaled(v[i], g[i]);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        sum[e] = fmaf(own.x, w[e][i].x, sum[e]);
+        sum[e] = fmaf(own.y, w[e][i].y, sum[e]);
+        sum[e] = fmaf(own.z, w[e][i].z, sum[e]);
+        sum[e] = fmaf(own.w, w[e][i].w, sum[e]);
+      }
+      squares = fmaf(v[i].x, v[i].x, fmaf(v[i].y, v[i].y, squares));
+      squares = fmaf(v[i].z, v[i].z, fmaf(v[i].w, v[i].w, squares));
+    }
+    return squares;
+  }
+};
 
 // The same place in shared memory, as an address that is worked out here and not where it is used.
 template <class T>
@@ -123,45 +164,28 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
                                            int k, int is_rounded) {
   __shared__ __align__(16) Parts parts[TOKENS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * EACH;
-  const int fours = k >> 2;
-  const float4* gains = reinterpret_cast<const float4*>(norm.gain);
+  x += static_cast<long long>(first) * k;
 #pragma unroll 1
-  for (int start = 0; start < fours; start += THREADS * SLOTS) {
-    float4 w[EACH][SLOTS], g[SLOTS], v[SLOTS];
-    const auto place = [&](int i) { return start + THREADS * i + static_cast<int>(threadIdx.x); };
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) {
-      const int at = place(i);
-#pragma unroll
-      for (int e = 0; e < EACH; ++e) {
-        const long long row = static_cast<long long>(min(expert + e, experts - 1)) * k;
-        w[e][i] = at < fours ? four_of(router, row + 4 * at) : make_float4(0, 0, 0, 0);
-      }
-      g[i] = gains != nullptr && at < fours ? gains[at] : make_float4(1, 1, 1, 1);
-    }
+  for (int start = 0; 4 * start < k; start += THREADS * SLOTS) {
+    Columns columns{k, start};
+    columns.ask(router, norm.gain, expert, experts);
     if (start == 0) grid_wait();
-    const auto load = [&](int token) {
-      const float4* own = reinterpret_cast<const float4*>(x + static_cast<long long>(token) * k);
-#pragma unroll
-      for (int i = 0; i < SLOTS; ++i)
-        v[i] = place(i) < fours ? own[place(i)] : make_float4(0, 0, 0, 0);
+    float4 rows[AHEAD][SLOTS];
+    const auto load = [&](int i, int t) {
+      if (t < count) columns.load(rows[i], x + static_cast<long long>(t) * k);
     };
-    load(first);
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) load(i, i);
 #pragma unroll 1
-    for (int t = 0; t < (IS_ONE ? 1 : count); ++t) {
-      float sum[EACH] = {}, squares = 0.0f;
-      if (is_rounded)
+    for (int t = 0; t < count; t += AHEAD)
 #pragma unroll
-        for (int i = 0; i < SLOTS; ++i) v[i] = rounded(v[i]);
-#pragma unroll
-      for (int i = 0; i < SLOTS; ++i) {
-        multiply(scaled(v[i], g[i]), w, i, sum);
-        squares = fmaf(v[i].x, v[i].x, fmaf(v[i].y, v[i].y, squares));
-        squares = fmaf(v[i].z, v[i].z, fmaf(v[i].w, v[i].w, squares));
+      for (int i = 0; i < AHEAD; ++i) {
+        if (t + i >= count) break;
+        float sum[EACH] = {};
+        const float squares = columns.multiply(rows[i], is_rounded, sum);
+        load(i, t + i + AHEAD);
+        parts[t + i].add(sum, squares, warp, lane, start == 0);
       }
-      if (!IS_ONE && t + 1 < count) load(first + t + 1);
-      parts[t].add(sum, squares, warp, lane, start == 0);
-    }
   }
   static_assert(TOKENS * EACH <= 32);
   const int t = lane / EACH, e = lane % EACH;
@@ -171,7 +195,7 @@ __device__ __forceinline__ void put_logits(const float* x, const void* router, u
   __syncthreads();
   if (!is_own) return;
   float all = own.joined(e), factor = factor_of(own.joined(EACH), norm.share, norm.eps);
-  if (gains == nullptr) factor = 1.0f;
+  if (norm.gain == nullptr) factor = 1.0f;
   leave(to, key_of(all * factor));
 }
 
