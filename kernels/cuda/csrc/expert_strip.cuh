@@ -81,14 +81,16 @@ struct Asked {
 template <class F>
 struct Strip {
   using C = Chunks<F>;
-  static constexpr int SIZE = 16 * C::BYTES, BELLS = 128;
-  static_assert(sizeof(Bell) * WARPS * MOST_DEPTH <= BELLS);
+  static constexpr int SIZE = 16 * C::BYTES, BELLS = whole(sizeof(Bell) * WARPS * MOST_DEPTH);
   int tiles, k, room, depth;
   std::uint8_t* memory;
 
   __device__ __forceinline__ int slot_bytes() const { return C::SLOT * room; }
   __device__ __forceinline__ std::uint8_t* tokens() const {
     return memory + BELLS + WARPS * depth * SIZE;
+  }
+  __device__ __forceinline__ std::uint8_t* end() const {
+    return tokens() + C{k}.count() * room * (C::SLOT + 64 * tiles);
   }
   // A warp's own, for all that a block multiplies: bells go on ringing.
   __device__ __forceinline__ Ring<SIZE> ring() const {
