@@ -16,22 +16,23 @@ from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.expert_groups import join
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher, Line
+from voltapile.kernels.cuda.spread import spread
 from voltapile.shm.formats import row_bytes
 
 ARCH = 80  # from which on
 MOST_TOKENS = 4  # of a block
 # Bytes of a token's chunk in whole numbers: csrc/expert_tokens.cuh.
-SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 832, "Q5_1": 576, "Q8_0": 576}
+SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 576, "Q5_1": 576, "Q8_0": 576}
 UP_WARPS = PARTS_WARPS = 4
-ONE_WARPS = 12  # of a block of expert_up_stream for one token, of which a multiprocessor has one
+ONE_WARPS = 8  # of a block of expert_up_stream for one token, of which a multiprocessor has one
 # Bytes of a warp's ring, most: of expert_up_stream the first with which a block of
 # expert_down_stream fits beside three of these, so that its weights come next.
 UP_RINGS, PARTS_RING = (11264, 6912), 6912
 DEPTHS = range(2, 5)  # of a ring: csrc/expert_strip.cuh
 BESIDE = 3  # blocks of expert_up_stream
-DOWN_WARPS = 12  # of a block, most
+DOWN_WARPS = 18, 24  # of a block, most: with an expert that all take, without
 # Bytes of shared memory that sources name, most, and that the hardware takes of a block.
-NAMED, UP_NAMED, RESERVED = 3072, 128, 1024
+NAMED, UP_NAMED, RESERVED = 1024, 128, 1024
 STRIP = 8  # tiles of 16 rows of a block of expert_parts
 MOST_USED = 32  # experts of a token: csrc/expert_down_stream.cu
 FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
@@ -77,7 +78,7 @@ def _instance(
 
 UP = _instances("expert_up_stream", UP_PAIRS, WARPS=UP_WARPS)
 ONE = _instances("expert_up_stream", UP_PAIRS, WARPS=ONE_WARPS, ONE=1)
-DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=DOWN_WARPS)
+DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=DOWN_WARPS[0])
 PARTS = _instances("expert_parts", PARTS_PAIRS, WARPS=PARTS_WARPS, STRIP=STRIP)
 # Of a rank's part of a sum, which goes to the other ranks at once.
 PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in DOWN.values()}
@@ -180,10 +181,13 @@ class Layer:
         other = 0 if self.shared is None else self.shared.gate.shape[0] // 16
         if tokens == 1:  # as many units as make one block of each multiprocessor
             for units in range(1, total + 1):
-                if used * _groups(total, units) + _groups(other, units) <= ops.multiprocessors:
+                blocks = used * _groups(total, units) + _groups(other, units)
+                if blocks <= ops.multiprocessors:
                     break
             ring = self.up_ring(lambda ring: self.one_bytes(units, ring), 1, used, most)
-            if (nbytes := self.one_bytes(units, ring)) + UP_NAMED <= most:
+            nbytes = self.one_bytes(units, ring)
+            nbytes += spread(ops, blocks, nbytes)
+            if nbytes + UP_NAMED <= most:
                 return Way(ONE, ONE_WARPS, 1, units, ring, nbytes)
         units = 1 if tokens <= FEW else UNITS
         room = _room(lambda room: self.up_bytes(room, units, UP_RINGS[-1]), tokens, ops.arch)
@@ -193,16 +197,18 @@ class Layer:
     def down_items(self, used: int) -> int:
         return used * _chunks(self.table.down.shape[2]) + _chunks(self.shared_columns)
 
-    def down_warps(self, used: int) -> int:
+    def down_warps(self, used: int, tokens: int) -> int:
         items = self.down_items(used)
-        return _groups(items, _groups(items, DOWN_WARPS))  # each with as many items
+        # Each with as many items; four add up.
+        most = DOWN_WARPS[self.is_alone] // (1 if tokens == 1 else 2)  # then blocks share
+        return max(4, _groups(items, _groups(items, most)))
 
     def down_bytes(self, used: int) -> int:
         """Tiles, a token's chunk for each warp, items' sums."""
         own, other = self.down_pair
         tiles = used * 16 * row_bytes(own, self.table.down.shape[2])
         tiles += 16 * row_bytes(other, self.shared_columns) * (not self.is_alone)
-        slots = self.down_warps(used) * max(SLOTS[own], SLOTS[other])
+        slots = self.down_warps(used, 1) * max(SLOTS[own], SLOTS[other])
         return tiles + slots + 64 * self.down_items(used)
 
     def parts_bytes(self, room: int) -> int:
@@ -304,7 +310,7 @@ def _down(
     kind = DOWN[layer.down_pair, layer.is_alone]
     ops.kernel(PUSHING[kind] if line else kind)(
         (rows // 16, tokens),
-        32 * layer.down_warps(used),
+        32 * layer.down_warps(used, tokens),
         (
             *(*layer.table.args, chosen.ptr, shares.ptr, inner[0].ptr, out.ptr),
             *(*map(np.int32, numbers), *layer.down_args(inner[1]), np.int32(layer.shared_columns)),

@@ -103,7 +103,8 @@ struct Strip {
   // first_of(tile): its bytes. Of `from`, by all threads: row(token), of `count` tokens;
   // see(token, chunk, values of this lane), by the warp that puts them down; arrive(), after which
   // they can be read, if weights are asked for before that (IS_EARLY), and nothing else. When all
-  // weights are asked for, the next kernel may ask for its own.
+  // weights are asked for, the next kernel may ask for its own; where there is one block of each
+  // multiprocessor (IS_LONE) when rings are full, since it needs longer than that to begin.
   template <class First, class From>
   __device__ __forceinline__ Sums multiply(int count, First first_of, From& from,
                                            Ring<SIZE>& ring) const {
@@ -127,7 +128,7 @@ struct Strip {
       from.arrive();
       asked.begin(row_of);
     }
-    if (ahead.tile >= tiles) grid_launch();
+    if (From::IS_LONE || ahead.tile >= tiles) grid_launch();
     asked.finish(row_of, [&](int token, int chunk, const Held& held) {
       WholeTokens<F>::put(put_down + chunk * slot + token * C::SLOT, held, lane);
       from.see(token, chunk, cut, held);
@@ -149,7 +150,7 @@ struct Strip {
         for (int i = 0; i < 2; ++i) to[(lane & 3) * 16 + tile.row(i)] = sums[i];
       __syncwarp();  // what was read may be overwritten
       ask();
-      if (ahead.tile >= tiles) grid_launch();
+      if (!From::IS_LONE && ahead.tile >= tiles) grid_launch();
     }
     __syncthreads();
     return {kept, chunks, room};

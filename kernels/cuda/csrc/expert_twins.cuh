@@ -57,7 +57,7 @@ struct Seats {
 struct Seated {
   const Seats& seats;
   const float* x;
-  static constexpr bool IS_EARLY = false;
+  static constexpr bool IS_EARLY = false, IS_LONE = false;
 
   // For each of `own` tokens, by a thread; row: that it is written to.
   static __device__ __forceinline__ Seated sit(Seats& seats, const float* x, int own,
@@ -81,7 +81,7 @@ struct Seated {
 struct Lone {
   const float* x;
   long long at;
-  static constexpr bool IS_EARLY = false;
+  static constexpr bool IS_EARLY = false, IS_LONE = true;
 
   static __device__ __forceinline__ Lone sit(Seats&, const float* x, int, unsigned, unsigned row,
                                              int, int width) {

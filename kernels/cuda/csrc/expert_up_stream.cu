@@ -70,12 +70,9 @@ struct Units {
     if (tokens <= 0) return;
     // A warp has a token of a unit, half of its lanes the gate's rows, the others those of up.
     const int warp = own_warp(), lane = threadIdx.x & 31;
-    int unit = 0, token = warp;
 #pragma unroll 1
-    for (;; token += WARPS) {
-#pragma unroll 1
-      for (; token >= tokens; ++unit) token -= tokens;
-      if (unit >= count) return;
+    for (unsigned i = warp; i < count * tokens; i += WARPS) {
+      const int unit = IS_ONE ? i : i / tokens, token = IS_ONE ? 0 : i - unit * tokens;
       const float sum = sums.of(2 * unit + lane / 16, token, lane % 16);
       const float up = __shfl_xor_sync(ALL, sum, 16);
       const float value = activated(sum, SILU) * up * source.factor(token);
