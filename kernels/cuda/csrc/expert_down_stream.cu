@@ -178,18 +178,19 @@ extern "C" __global__ void BOUNDS
   }
   __syncthreads();
   if (warp >= 4) return;
+  const int most = max(chunks, others);
   float sum = 0.0f;
 #pragma unroll 1
   for (int first_of = 0; first_of < results; first_of += 8) {
     const int n = first_of + (lane >> 2), own = n < here.count ? chunks : n < results ? others : 0;
-    const float* all_of = kept + n * chunks * 16 + row;
+    const float* sums = kept + n * chunks * 16 + row;
+    const float weight = n < here.count ? here.weights[n] : 1.0f;
     float part = 0.0f;
 #pragma unroll 1
-    for (int chunk = 0; chunk < own; chunk += 4)
+    for (int at = 0; at < most; at += 4)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (chunk + i < own) part += all_of[16 * (chunk + i)];
-    if (n < here.count) part *= here.weights[n];
+      for (int i = 0; i < 4; ++i) part += at + i < own ? sums[16 * (at + i)] : 0.0f;
+    part *= weight;
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += __shfl_sync(~0u, part, 4 * i + (lane & 3));
   }

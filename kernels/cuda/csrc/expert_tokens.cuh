@@ -26,6 +26,16 @@ __device__ __forceinline__ int sum_of_bytes(unsigned word) {
 #endif
 }
 
+// Of a number that is not tiny.
+__device__ __forceinline__ float inverse_of(float x) {
+#ifdef VP_EMULATION
+  return 1.0f / x;
+#else
+  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+#endif
+}
+
 // What a lane asks for: eight values.
 struct Held {
   float4 a, b;
@@ -62,7 +72,7 @@ __device__ __forceinline__ float put_eight(std::uint8_t* own, const Held& held, 
 #pragma unroll
   for (int i = 0; i < 8; ++i) most = max(most, __float_as_uint(values[i]) & 0x7fffffffu);
   most = max(largest_of_lanes(most), 0x0da24260u);  // 1e-30
-  const float largest = __uint_as_float(most), scale = __fdividef(32512.0f, largest);
+  const float largest = __uint_as_float(most), scale = 32512.0f * inverse_of(largest);
   split(held.a, scale, bytes.high.x, bytes.low.x);
   split(held.b, scale, bytes.high.y, bytes.low.y);
   std::uint8_t* at = own + 64 * (lane >> 2) + 8 * (lane & 3);
