@@ -294,7 +294,7 @@ class CudaOps(CudaPositions, CudaCollectives):
         biases: Sequence[Weight | None],
     ) -> tuple[DeviceArray, ...]:
         own = [_own(weight) for weight in weights]
-        return matmul.linears(self, x, own, [_or_none(b) for b in biases], self._policy_for(x))
+        return self._linears(x, own, [_or_none(b) for b in biases], self._policy_for(x))
 
     def glu(
         self,
@@ -343,8 +343,10 @@ class CudaOps(CudaPositions, CudaCollectives):
         q_norm: Weight | None = None,
         k_norm: Weight | None = None,
     ) -> DeviceArray:
-        norms = _or_none(q_norm), _or_none(k_norm)
-        return heads.rope_store(self, q, k, v, angles, layout, cache, batch, group, eps, norms)
+        norms, late = (_or_none(q_norm), _or_none(k_norm)), self._take_heads((q, k, v), cache)
+        return heads.rope_store(
+            self, q, k, v, angles, layout, cache, batch, group, eps, norms, late
+        )
 
     def attention(
         self,

@@ -57,7 +57,12 @@ _SAME = [STREAM[(name, name), TEAMS] for name in FORMATS] + [*BROAD.values()]
 _SAME += [ALONE[each] for each in _SAME]
 PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in _SAME}
 PUSHING_BYTES = 1024
+# Of one token's q, k and v, which become what attention wants (heads.py), in heads of 128 at most.
+HEAD = 128
+_WHOLE = [ALONE[each] for each in (*(STREAM[pair, TEAMS] for pair in PAIRS), *BROAD.values())]
+HEADED = {each: replace(each, defines=(*each.defines, ("HEAD", str(HEAD)))) for each in _WHOLE}
 INSTANCES = [*STREAM.values(), *BROAD.values(), *ALONE.values(), *PUSHING.values()]
+INSTANCES += [*HEADED.values()]
 
 
 @dataclass(frozen=True)

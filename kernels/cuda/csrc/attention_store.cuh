@@ -1,8 +1,8 @@
-// How 32 new values of a head become part of a page; see attention_kv.cuh for how they lie there.
+// How 32 new values of a head become part of a page; see attention_pages.cuh for how they lie.
 // f16: finite values beyond its range become the largest half. Blocks with a value that is not
 // finite stay so in every type, so that whoever reads them notices.
 #pragma once
-#include "attention_kv.cuh"
+#include "attention_pages.cuh"
 
 namespace voltapile {
 

@@ -10,9 +10,11 @@
 // -D: FORMAT; OTHER; DEPTH, the most places of a ring; TEAMS; WARPS, eight, or twice as many with
 // one chunk of columns each; THREADS that a multiprocessor's registers shall suffice for; TILES 1
 // and MANY 0; ONE, whether it is known that there is but one token; PUSH 1, where what is made is
-// this rank's part of a sum and goes to the others at once.
+// this rank's part of a sum and goes to the others at once; HEAD, the longest head, where rows are
+// heads of q, k and v of one token (matmul_heads.cuh), which a plain product becomes.
 #include "grid.cuh"
 #include "group_push.cuh"
+#include "matmul_heads.cuh"
 #include "matmul_norm.cuh"
 
 using namespace voltapile;
@@ -137,8 +139,12 @@ struct Ending {
     float value = whole(sums) + bias;
     if (units.all.is_glu())
       value = activated(value, units.all.kind) * (whole(sums + WARPS * one) + bias_of_up);
+#if HEAD
+    post(place, value);
+#else
     if (units.all.kind == ADD) add_to(place, value);
     else *place = value;
+#endif
     line.send(value, i / 16, own);
   }
 
@@ -156,12 +162,12 @@ struct Ending {
   }
 };
 
-// All units of this block, of those that are dealt to `blocks`.
+// All units of this block, of those that are dealt to `blocks`. Gives memory of the warp's own.
 // Shared memory: a bell for each place of each ring and one for gains, rings, tokens, sums, gains.
 template <class F, class Line>
-__device__ __forceinline__ void stream(const Product& all, Norm norm, const Line& line,
-                                       const Units& units, int block, int blocks, int depth,
-                                       std::uint8_t* shared) {
+__device__ __forceinline__ std::uint8_t* stream(const Product& all, Norm norm, const Line& line,
+                                                const Units& units, int block, int blocks,
+                                                int depth, std::uint8_t* shared) {
   using M = TileMemory<F>;
   constexpr int ALL_WARPS = TEAMS * WARPS, BELLS = aligned(8 * (DEPTH * ALL_WARPS + 1));
   // One number for the whole warp: branches on it need no code for lanes that go apart.
@@ -225,6 +231,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
     ending.write(set, line);
     if (ONE) ending.find(unit + step);
   }
+  return ring.places;
 }
 #endif
 
@@ -237,6 +244,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int depth, const float* gain, float eps, float share
 #if PUSH
                   , const Group* group, int rank, int ranks
+#elif HEAD
+                  , unsigned* words, float* q, const float* q_norm, const float* k_norm,
+                  const float* angles, unsigned char* keys, unsigned char* values,
+                  const int* table, const int* slots, const int* positions, int heads,
+                  int kv_heads, int key_dim, int value_dim, int pairs, int apart, float head_eps,
+                  int width, int pages, int key_kind, int value_kind
 #endif
                   ) {
 #if VP_ARCH >= 800
@@ -249,17 +262,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Norm norm{gain, eps, share};
 #if PUSH
   const Outgoing<true> line{group, rank, ranks};
+#elif HEAD
+  const Posts line{words,
+                   {q, q_norm, k_norm, angles, keys, values, table, slots, positions, heads,
+                    kv_heads, key_dim, value_dim, pairs, apart, head_eps, width, pages, key_kind,
+                    value_kind}};
+  grid_launch();
 #else
   const Outgoing<false> line{};
   grid_launch();
 #endif
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
-  const int block = blockIdx.x, blocks = gridDim.x;
-  if (!IS_SAME && block >= first_other)
-    stream<formats::OTHER>(all, norm, line, {all, other_first, other_second, other_count},
-                           block - first_other, blocks - first_other, depth, memory);
+  const bool is_other = !IS_SAME && blockIdx.x >= first_other;
+  const int block = blockIdx.x - (is_other ? first_other : 0);
+  const int blocks = IS_SAME ? gridDim.x : is_other ? gridDim.x - first_other : first_other;
+  std::uint8_t* own;
+  if (is_other)
+    own = stream<formats::OTHER>(all, norm, line, {all, other_first, other_second, other_count},
+                                 block, blocks, depth, memory);
   else
-    stream<formats::FORMAT>(all, norm, line, {all, first, second, count}, block,
-                            IS_SAME ? blocks : first_other, depth, memory);
+    own = stream<formats::FORMAT>(all, norm, line, {all, first, second, count}, block, blocks,
+                                  depth, memory);
+#if HEAD
+  const bool is_late = !IS_SAME && afresh(blockIdx.x) >= first_other;  // takes no register till now
+  const Units units{all, is_late ? other_first : first, is_late ? other_second : second,
+                    is_late ? other_count : count};
+  finish_heads(line, units, afresh(blockIdx.x) - (is_late ? first_other : 0), 
+               IS_SAME ? gridDim.x : is_late ? gridDim.x - first_other : first_other,
+               afresh(threadIdx.x), reinterpret_cast<float*>(own));
+#endif
 #endif
 }
