@@ -259,3 +259,41 @@ def test_rope_store_is_its_parts(
         weights = (cuda.weight(values.view(np.uint8), "F32", (128,)),) * 2
     tolerance = 1e-5 if is_normed else 0.0
     twin.check_rope_store(cuda, put, weights, layout, pairs, types, 128, tolerance)
+
+
+@pytest.mark.parametrize("names", [("Q4_K",) * 3, ("Q4_K", "Q4_K", "Q6_K"), ("Q8_0",) * 3], ids=ids)
+@pytest.mark.parametrize(("heads", "columns"), [((32, 4), 2048), ((32, 8), 4096), ((5, 1), 512)])
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_0")], ids=ids)
+def test_a_product_that_goes_on_with_its_heads(
+    cuda: Any,
+    put: Any,
+    names: tuple[str, str, str],
+    heads: tuple[int, int],
+    columns: int,
+    types: tuple[str, str],
+) -> None:
+    """The bits of two launches; many times, since blocks then meet in many ways."""
+    case = Case([(0, 62, 1)], 128, *heads, types=types)
+    worlds, rng = [World(cuda, put, case) for _ in range(2)], np.random.default_rng(1)
+    rows = tuple(128 * heads[i] for i in (0, 1, 1))
+    weights = [cuda.dummy_weight(name, (n, columns)) for name, n in zip(names, rows, strict=True)]
+    gains = rng.standard_normal((2, 128), np.float32).view(np.uint8)
+    norms = [cuda.weight(each, "F32", (128,)) for each in gains]
+    gain = cuda.weight(rng.standard_normal(columns, np.float32).view(np.uint8), "F32", (columns,))
+    angles = put(rng.standard_normal((1, 64, 2), np.float32))
+    batch, x = worlds[0].batch([(0, 63)], 1), put(np.zeros((1, columns), np.float32))
+    for _ in range(200):
+        cuda.upload(x, rng.standard_normal((1, columns), np.float32))
+        found = []
+        for is_apart, world in enumerate(worlds):
+            cuda.reset_scratch()
+            h = cuda.rms_norm(x, gain, 1e-6)
+            q, k, v = cuda.linears(h, weights, [None] * 3)
+            if is_apart:
+                cuda.synchronize()
+            q = cuda.rope_store(q, k, v, angles, "neox", world.cache, batch, 0, 1e-6, *norms)
+            found.append(cuda.to_host(q))
+        np.testing.assert_array_equal(*found)
+    for ours, theirs in zip(*(pages.page_parts(world.cache) for world in worlds), strict=True):
+        np.testing.assert_array_equal(cuda.to_host(ours), cuda.to_host(theirs))
+    assert not cuda.to_host(worlds[0].cache.tickets).any()

@@ -69,21 +69,23 @@ __device__ __forceinline__ bool is_last(int tile, int tiles, int block, int bloc
 }
 
 // What is left to do for this team's units when its warps have made their part of all; each warp
-// takes others. row: HEAD values in shared memory, the warp's.
+// takes others. memory: shared, of the warp's own.
 template <class Units>
 __device__ __forceinline__ void finish_heads(const Posts& posts, const Units& units, int block,
-                                             int blocks, int thread, float* row) {
+                                             int blocks, int thread,
+                                             std::uint8_t* memory) {
   const int lane = thread & 31, number = __shfl_sync(~0u, thread >> 5, 0);
   const int team = static_cast<unsigned>(number) / WARPS, warp = number & WARPS - 1;
   const int step = TEAMS * blocks;
   const TokenHeads& all = posts.heads;
 #pragma unroll 1
   for (int unit = block + team * blocks + warp * step; unit < units.count; unit += WARPS * step) {
-    const int at = static_cast<int>(units.matrix(unit).out - reinterpret_cast<float*>(posts.words)) +
-             16 * unit;
+    const float* out = units.matrix(unit).out + 16 * unit;
+    const int at = static_cast<int>(out - reinterpret_cast<float*>(posts.words));
     const int end_of_keys = (all.heads + all.kv_heads) * all.key_dim;
     const bool is_value = at >= end_of_keys;
-    const int dim = is_value ? all.value_dim : all.key_dim, from = at - (is_value ? end_of_keys : 0);
+    const int from = is_value ? at - end_of_keys : at;
+    const int dim = is_value ? all.value_dim : all.key_dim;
     const int head = static_cast<unsigned>(from) / static_cast<unsigned>(dim);
     const int first = from - head * dim;
     if (!is_last(first / 16, dim / 16, block, blocks)) continue;
@@ -91,7 +93,7 @@ __device__ __forceinline__ void finish_heads(const Posts& posts, const Units& un
     own.find_page();
     float held[HEAD / 32];
     take(posts.words + at - first, dim, lane, held);
-    own.finish(held, row);
+    own.finish(held, reinterpret_cast<float*>(memory));
   }
 }
 

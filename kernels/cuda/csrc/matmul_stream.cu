@@ -162,6 +162,18 @@ struct Ending {
   }
 };
 
+// Which blocks take a format's units, and this one's number among them.
+struct Share {
+  static constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
+  bool is_other;
+  int block, blocks;
+
+  __device__ __forceinline__ Share(int number, int first_other)
+      : is_other(!IS_SAME && number >= first_other),
+        block(is_other ? number - first_other : number),
+        blocks(IS_SAME ? gridDim.x : is_other ? gridDim.x - first_other : first_other) {}
+};
+
 // All units of this block, of those that are dealt to `blocks`. Gives memory of the warp's own.
 // Shared memory: a bell for each place of each ring and one for gains, rings, tokens, sums, gains.
 template <class F, class Line>
@@ -272,24 +284,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Outgoing<false> line{};
   grid_launch();
 #endif
-  constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
-  const bool is_other = !IS_SAME && blockIdx.x >= first_other;
-  const int block = blockIdx.x - (is_other ? first_other : 0);
-  const int blocks = IS_SAME ? gridDim.x : is_other ? gridDim.x - first_other : first_other;
+  const Share now(blockIdx.x, first_other);
   std::uint8_t* own;
-  if (is_other)
+  if (now.is_other)
     own = stream<formats::OTHER>(all, norm, line, {all, other_first, other_second, other_count},
-                                 block, blocks, depth, memory);
+                                 now.block, now.blocks, depth, memory);
   else
-    own = stream<formats::FORMAT>(all, norm, line, {all, first, second, count}, block, blocks,
-                                  depth, memory);
+    own = stream<formats::FORMAT>(all, norm, line, {all, first, second, count}, now.block,
+                                  now.blocks, depth, memory);
 #if HEAD
-  const bool is_late = !IS_SAME && afresh(blockIdx.x) >= first_other;  // takes no register till now
-  const Units units{all, is_late ? other_first : first, is_late ? other_second : second,
-                    is_late ? other_count : count};
-  finish_heads(line, units, afresh(blockIdx.x) - (is_late ? first_other : 0), 
-               IS_SAME ? gridDim.x : is_late ? gridDim.x - first_other : first_other,
-               afresh(threadIdx.x), reinterpret_cast<float*>(own));
+  const Share then(afresh(blockIdx.x), first_other);  // so that nothing of it is kept meanwhile
+  const Units units{all, then.is_other ? other_first : first,
+                    then.is_other ? other_second : second, then.is_other ? other_count : count};
+  finish_heads(line, units, then.block, then.blocks, afresh(threadIdx.x), own);
 #endif
 #endif
 }
