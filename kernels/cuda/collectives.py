@@ -187,10 +187,12 @@ class CudaCollectives:
         self._unfinished = product
         return product.outs
 
-    def _take_heads(self, arrays: Sequence[DeviceArray], cache: CudaKv) -> LateHeads | None:
+    def _take_heads(
+        self, arrays: Sequence[DeviceArray], cache: CudaKv, pairs: int
+    ) -> LateHeads | None:
         """The product of them, if it can go on with them; it will be launched."""
         product = self._unfinished
-        if not isinstance(product, LateHeads) or not product.fits(arrays, cache):
+        if not isinstance(product, LateHeads) or not product.fits(arrays, cache, pairs):
             return None
         self._unfinished = None
         return product

@@ -53,21 +53,23 @@ def rope_store(
     sizes = heads, cache.kv_heads, dim, cache.value_dim, pairs, apart
     kinds = KINDS[cache.key_type], KINDS[cache.value_type]
     pointers = angles, cache.keys, cache.values, table, batch.slots, batch.positions
-    tail = (
-        *(0 if each is None else each.ptr for each in norms),
-        *(array.ptr for array in pointers),
-        *map(np.int32, sizes),
-        np.float32(eps),
-        *map(np.int32, (table.shape[1], cache.pages, *kinds)),
-    )
+    gains = [0 if each is None else each.ptr for each in norms]
+    places = [array.ptr for array in pointers]
     if product is not None:
-        product.join(cache.tickets.ptr, (q.ptr, *tail))
+        numbers = cache.kv_heads, table.shape[1], cache.pages, *kinds, apart
+        tail = q.ptr, gains[1], gains[0], *places, *map(np.int32, numbers), np.float32(eps)
+        product.join(cache.tickets.ptr, tail)
         return q
     longest = min(each for each in ROPE_STORE if each >= max(dim, cache.value_dim))
     ops.kernel(ROPE_STORE[longest])(
         (-(-(heads + 2 * cache.kv_heads) // WARPS), tokens),
         32 * WARPS,
-        (q.ptr, k.ptr, v.ptr, *tail),
+        (
+            *(q.ptr, k.ptr, v.ptr, *gains, *places),
+            *map(np.int32, sizes),
+            np.float32(eps),
+            *map(np.int32, (table.shape[1], cache.pages, *kinds)),
+        ),
         4 * WARPS * longest,
     )
     return q

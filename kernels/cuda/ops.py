@@ -343,10 +343,9 @@ class CudaOps(CudaPositions, CudaCollectives):
         q_norm: Weight | None = None,
         k_norm: Weight | None = None,
     ) -> DeviceArray:
-        norms, late = (_or_none(q_norm), _or_none(k_norm)), self._take_heads((q, k, v), cache)
-        return heads.rope_store(
-            self, q, k, v, angles, layout, cache, batch, group, eps, norms, late
-        )
+        late = self._take_heads((q, k, v), cache, angles.shape[1])
+        tail = angles, layout, cache, batch, group, eps, (_or_none(q_norm), _or_none(k_norm)), late
+        return heads.rope_store(self, q, k, v, *tail)
 
     def attention(
         self,

@@ -22,19 +22,19 @@ Tail = Sequence[int | np.int32 | np.float32]
 
 @dataclass(frozen=True)
 class LateHeads:
-    """outs: q, k and v. launch: as any product. join: with words to meet at (TICKETS zeros), and
-    what rope_store is told of q and all else."""
+    """outs: q, k and v. launch: as any product. join: with zeros to meet at, as many as there are
+    values, and what its kernel is told of heads."""
 
     outs: tuple[DeviceArray, ...]
     launch: Callable[[Line], None]
     join: Callable[[int, Tail], None]
 
-    def fits(self, arrays: Sequence[DeviceArray], cache: CudaKv) -> bool:
-        """Whether these are its outs, in heads that its kernel takes."""
-        dims = cache.key_dim, cache.value_dim
-        is_whole = all(dim % stream.ROWS == 0 and dim <= stream.HEAD for dim in dims)
+    def fits(self, arrays: Sequence[DeviceArray], cache: CudaKv, pairs: int) -> bool:
+        """Whether these are its outs, in heads that its kernel takes, of so many pairs to turn."""
+        dims = cache.key_dim, cache.value_dim, 2 * pairs
         is_own = all(a.ptr == b.ptr for a, b in zip(self.outs, arrays, strict=True))
-        return is_own and is_whole and sum(each.size for each in arrays) <= len(cache.tickets)
+        values = sum(each.size for each in arrays)
+        return is_own and {*dims} == {stream.HEAD} and values <= len(cache.tickets)
 
 
 def product_of(
@@ -51,10 +51,12 @@ def product_of(
         return None
     outs = tuple(ops.scratch((1, weight.shape[0])) for weight in weights)
     q, k, v = (Product(*each) for each in zip(weights, biases, outs, strict=True))
-    # Keys and values first: pages are looked up while others' last rounds go on.
-    launch = Launch.of(ops, x, [k, v, q], PLAIN, pair)
+    products = [k, v, q]  # the kernel's order
+    launch = Launch.of(ops, x, products, PLAIN, pair)
     found = streaming(ops, x, launch.task)
     if found is None or found.deal.instance(pair) not in stream.HEADED:
+        return None
+    if found.deal.shared + stream.HEAD_BYTES > launch.task.most_shared:
         return None
     kind = found.deal.instance(pair)
 
@@ -62,12 +64,11 @@ def product_of(
         found.launch(ops, kind, PLAIN, launch.others, launch.matrices, line)
 
     def join(words: int, tail: Tail) -> None:
-        starts = accumulate((4 * each.size for each in outs[:2]), initial=words)
+        starts = accumulate((4 * each.out.size for each in products[:2]), initial=words)
         posts = [
             replace(each, out=DeviceArray(start, each.out.shape, np.float32))
-            for each, start in zip((q, k, v), starts, strict=True)
+            for each, start in zip(products, starts, strict=True)
         ]
-        matrices = matrix_args([posts[1], posts[2], posts[0]])
-        found.launch(ops, stream.HEADED[kind], PLAIN, launch.others, matrices, (words, *tail))
+        found.launch(ops, stream.HEADED[kind], PLAIN, launch.others, matrix_args(posts), tail)
 
     return LateHeads(outs, launch_it, join)

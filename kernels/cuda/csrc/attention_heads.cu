@@ -1,16 +1,42 @@
-// What happens to q, k and v between their product and attention, in one pass (attention_head.cuh).
-// Norms' weights, angles, slots and positions are asked for before the kernel before this one has
-// ended, and nothing waits for them until heads are on their way. -D HEAD: the longest head.
+// What happens to q, k and v between their product and attention, in one pass: heads of q and k are
+// normed (where the model does) and rotated, keys and values put into their pages. Norms' weights,
+// angles, slots and positions are asked for before the kernel before this one has ended, and
+// nothing waits for them until heads are on their way. All heads take one path, since instructions
+// that few warps run must be fetched by all. -D HEAD: the longest head.
 #include "attention_head.cuh"
 #include "grid.cuh"
 
 namespace voltapile {
 
-constexpr int WARPS = 4, PIECES = HEAD / 32;
+constexpr int WARPS = 4, PIECES = HEAD / 32;  // of a head; lane i has value i of each
 
 #ifndef VP_EMULATION
 extern __shared__ __align__(16) unsigned char shared[];
 #endif
+
+// Of a token: pair i is (i, i + apart), or of neighbours with 1 apart.
+struct Turns {
+  int pairs, apart, shift, mask;  // of d, so that there is one path
+
+  __device__ __forceinline__ Turns(int pairs, int apart)
+      : pairs(pairs), apart(apart), shift(apart == 1), mask(2 * shift - 1) {}
+  __device__ __forceinline__ bool is_second(int d) const { return (d & mask) >= apart; }
+  __device__ __forceinline__ int pair_of(int d) const {
+    return (is_second(d) ? d - apart : d) >> shift;
+  }
+  // row: the head.
+  __device__ __forceinline__ void apply(float (&held)[PIECES], const float2 (&turns)[PIECES],
+                                        const float* row, int lane) const {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+      const int d = 32 * i + lane;
+      if (d >= 2 * pairs) break;
+      const float other = row[is_second(d) ? d - apart : d + apart] * turns[i].y;
+      const float own = held[i] * turns[i].x;
+      held[i] = is_second(d) ? other + own : own - other;
+    }
+  }
+};
 
 }  // namespace voltapile
 
@@ -25,20 +51,46 @@ rope_store(float* q, const float* k, const float* v, const float* q_norm, const 
            int value_kind) {
   const int lane = threadIdx.x & 31, t = blockIdx.y;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);  // known to be one number
+  int head = blockIdx.x * WARPS + warp;
   grid_launch();
-  const TokenHeads all{q,     q_norm,    k_norm,  angles,    keys,  values, table, slots,
-                  positions, heads, kv_heads, key_dim, value_dim, pairs, apart, eps,
-                  width, pages,     key_kind, value_kind};
-  Head<PIECES> own(all, t, blockIdx.x * WARPS + warp, lane);
-  grid_wait();
-  if (!own.is_there()) return;
-  const int count = own.is_query ? heads : kv_heads;
-  const float* from = (own.is_query ? q : own.is_value ? v : k) +
-                      static_cast<long long>(t * count + own.head) * own.dim;
-  float held[PIECES];
+  const bool is_query = head < heads, is_value = head >= heads + kv_heads;
+  const float* weight = is_query ? q_norm : is_value ? nullptr : k_norm;
+  const int count = is_query ? heads : kv_heads, dim = is_value ? value_dim : key_dim;
+  head -= is_query ? 0 : is_value ? heads + kv_heads : heads;
+  const Turns turns(pairs, apart);
+  float factors[PIECES], held[PIECES];
+  float2 turn[PIECES];
 #pragma unroll
-  for (int i = 0; i < PIECES; ++i)
-    held[i] = 32 * i + lane < own.dim ? from[32 * i + lane] : 0.0f;
-  own.find_page();
-  own.finish(held, reinterpret_cast<float*>(shared) + warp * HEAD);
+  for (int i = 0; i < PIECES; ++i) {
+    const int d = 32 * i + lane;
+    factors[i] = weight != nullptr && d < dim ? weight[d] : 1.0f;
+    if (d < 2 * pairs)
+      turn[i] = reinterpret_cast<const float2*>(angles)[t * pairs + turns.pair_of(d)];
+  }
+  const int position = positions[t], slot = slots[t];
+  grid_wait();
+  if (head >= count) return;
+  float* row = reinterpret_cast<float*>(shared) + warp * HEAD;
+  float* query = q + static_cast<long long>(t * heads + head) * dim;
+  const float* from =
+      is_query ? query : (is_value ? v : k) + static_cast<long long>(t * kv_heads + head) * dim;
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) held[i] = 32 * i + lane < dim ? from[32 * i + lane] : 0.0f;
+  const int page = page_of(table, slot, position, width, pages);
+  if (weight != nullptr) norm_head(held, factors, dim, eps);
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) row[32 * i + lane] = held[i];
+  __syncwarp();
+  if (!is_value) turns.apply(held, turn, row, lane);
+  if (is_query) {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i)
+      if (32 * i + lane < dim) query[32 * i + lane] = held[i];
+    return;
+  }
+  if (page < 0) return;
+  const int kind = is_value ? value_kind : key_kind, place = position & (PAGE - 1);
+  unsigned char* to = (is_value ? values : keys) +
+                      static_cast<long long>(page * kv_heads + head) * head_bytes(kind, dim);
+  store_head(held, to, kind, place, dim, row);
 }

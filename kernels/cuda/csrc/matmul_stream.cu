@@ -10,8 +10,8 @@
 // -D: FORMAT; OTHER; DEPTH, the most places of a ring; TEAMS; WARPS, eight, or twice as many with
 // one chunk of columns each; THREADS that a multiprocessor's registers shall suffice for; TILES 1
 // and MANY 0; ONE, whether it is known that there is but one token; PUSH 1, where what is made is
-// this rank's part of a sum and goes to the others at once; HEAD, the longest head, where rows are
-// heads of q, k and v of one token (matmul_heads.cuh), which a plain product becomes.
+// this rank's part of a sum and goes to the others at once; HEAD, values of a head, where rows are
+// those of k, v and q of one token (matmul_heads.cuh), and attention comes next.
 #include "grid.cuh"
 #include "group_push.cuh"
 #include "matmul_heads.cuh"
@@ -192,12 +192,20 @@ __device__ __forceinline__ std::uint8_t* stream(const Product& all, Norm norm, c
   const int step = TEAMS * blocks;
   int unit = block + team * blocks;
   Ahead<F> ahead(units, unit, step, warp);
+#if HEAD
+  NewPlace place;
+  const bool looks_up = warp_of_block == ALL_WARPS - 1;
+  if (looks_up) place.ask(line);
+#endif
 #pragma unroll 1
   for (int i = 0; i < depth; ++i) {
     ahead.prepare();
     ahead.fetch(ring, i);
   }
 
+#if HEAD
+  if (looks_up) place.look_up(line);
+#endif
   if (warp_of_block == ALL_WARPS - 1) line.begin(0, all.tokens, lane);
   const Tile tile{lane};
   const int chunks = chunks_of<F>(all.k), subs = all.is_glu() ? 2 : 1, one = 16 * all.tokens;
@@ -215,6 +223,9 @@ __device__ __forceinline__ std::uint8_t* stream(const Product& all, Norm norm, c
   for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
     if (count == 0) {
       stage<F>(all, norm, tokens, warp_of_block, lane);
+#if HEAD
+      if (looks_up && lane == 0) NewPlace::kept() = place;
+#endif
       __syncthreads();
       if (unit >= units.count) break;
     }
@@ -257,11 +268,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if PUSH
                   , const Group* group, int rank, int ranks
 #elif HEAD
-                  , unsigned* words, float* q, const float* q_norm, const float* k_norm,
-                  const float* angles, unsigned char* keys, unsigned char* values,
-                  const int* table, const int* slots, const int* positions, int heads,
-                  int kv_heads, int key_dim, int value_dim, int pairs, int apart, float head_eps,
-                  int width, int pages, int key_kind, int value_kind
+                  , float* q, const float* k_norm, const float* q_norm, const float* angles,
+                  unsigned char* keys, unsigned char* values, const int* table, const int* slots,
+                  const int* positions, int kv_heads, int width, int pages, int key_kind,
+                  int value_kind, int apart, float head_eps
 #endif
                   ) {
 #if VP_ARCH >= 800
@@ -275,10 +285,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if PUSH
   const Outgoing<true> line{group, rank, ranks};
 #elif HEAD
-  const Posts line{words,
-                   {q, q_norm, k_norm, angles, keys, values, table, slots, positions, heads,
-                    kv_heads, key_dim, value_dim, pairs, apart, head_eps, width, pages, key_kind,
-                    value_kind}};
+  const Posts line{q,         k_norm,   q_norm, angles, keys,     values,     table, slots,
+                   positions, kv_heads, width,  pages,  key_kind, value_kind, apart, head_eps};
   grid_launch();
 #else
   const Outgoing<false> line{};
