@@ -9,13 +9,14 @@
 #pragma once
 #include "attention_head.cuh"
 #include "group_wires.cuh"
+#include "matmul_norm.cuh"
 
 #ifndef HEAD
 #define HEAD 0
 #endif
 
 namespace voltapile {
-#if HEAD
+#if HEAD && VP_ARCH >= 800
 
 constexpr int PIECES = HEAD / 32, TILES_OF_HEAD = HEAD / 16;
 static_assert(HEAD % 64 == 0 && (TILES_OF_HEAD & TILES_OF_HEAD - 1) == 0);
@@ -95,24 +96,27 @@ __device__ __forceinline__ bool is_last(int tile, int block, int blocks) {
 }
 
 struct Turns {
+  static constexpr int HALF = PIECES / 2;
   bool is_near;  // neighbours
   float2 turn[PIECES];
 
+  // Where two are one, the compiler does not know it, and need not wait to make two of it.
   __device__ __forceinline__ Turns(const Posts& posts, int lane) : is_near(posts.apart == 1) {
     const float2* angles = reinterpret_cast<const float2*>(posts.angles);
+    const int near = ready(is_near);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i)
-      turn[i] = angles[is_near ? 16 * i + lane / 2 : 32 * (i % (PIECES / 2)) + lane];
+      turn[i] = angles[(32 * (i % HALF) + lane >> near) + near * (16 * HALF) * (i / HALF)];
   }
   __device__ __forceinline__ void apply(float (&held)[PIECES], int lane) const {
     float others[PIECES];
 #pragma unroll
     for (int i = 0; i < PIECES; ++i)
-      others[i] = is_near ? __shfl_xor_sync(~0u, held[i], 1) : held[i ^ PIECES / 2];
+      others[i] = is_near ? __shfl_xor_sync(~0u, held[i], 1) : held[i ^ HALF];
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
       const float other = others[i] * turn[i].y, own = held[i] * turn[i].x;
-      held[i] = (is_near ? lane & 1 : i & PIECES / 2) ? other + own : own - other;
+      held[i] = (is_near ? lane & 1 : i & HALF) ? other + own : own - other;
     }
   }
 };

@@ -203,9 +203,6 @@ __device__ __forceinline__ std::uint8_t* stream(const Product& all, Norm norm, c
     ahead.fetch(ring, i);
   }
 
-#if HEAD
-  if (looks_up) place.look_up(line);
-#endif
   if (warp_of_block == ALL_WARPS - 1) line.begin(0, all.tokens, lane);
   const Tile tile{lane};
   const int chunks = chunks_of<F>(all.k), subs = all.is_glu() ? 2 : 1, one = 16 * all.tokens;
@@ -218,6 +215,9 @@ __device__ __forceinline__ std::uint8_t* stream(const Product& all, Norm norm, c
   if (norm.gain != nullptr) norm.ask(all.k);
   Ending ending(units, 32 * warp + lane);
   if (ONE) ending.find(unit);  // where there are registers to keep it in
+#if HEAD
+  if (looks_up) place.look_up(line);
+#endif
 
   // The first turn waits, and stages tokens: what turns have in common is then ready before that.
   for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
