@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 from voltapile.kernels.cuda import stream
-from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.chunks import CHUNKS, spread
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.norms import late_norm
 
@@ -57,11 +57,13 @@ def made(
             (tokens,),
             32 * (columns // COLUMNS),
             (norm.x.ptr, norm.weight.ptr, out, *places, *sizes, *numbers),
+            shared=spread(ops.arch, 1),
         )
     else:
         ops.kernel(STAGED[pair_of_names])(
             (-(-columns // (COLUMNS * CHUNKS_OF_A_BLOCK)), tokens * len(names)),
             32 * CHUNKS_OF_A_BLOCK,
             (x.ptr, *places, *sizes),
+            shared=spread(ops.arch, 2),
         )
     return found.get(pair[0], 0), found.get(pair[1], 0)
