@@ -3,8 +3,7 @@
 A sum over ranks can do more in its pass over memory than add: finish the product before it, and
 norm its rows for the product behind it. So models need not say so, both wait here until the next
 call of Ops shows what they can be joined with; a norm without such a sum may still be its reader's
-(norms.py). So does a product of q, k and v, which may go on with what becomes of heads (qkv.py).
-Knows neither cupy nor processes.
+(norms.py). Knows neither cupy nor processes.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.cuda import gemm, group, matmul, qkv, rows, stream
+from voltapile.kernels.cuda import gemm, group, rows, stream
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher, Line
 from voltapile.kernels.cuda.links import Links
-from voltapile.kernels.cuda.matmul import PLAIN, Policy
+from voltapile.kernels.cuda.matmul import PLAIN
 from voltapile.kernels.cuda.norms import LateNorms, late_norm
-from voltapile.kernels.cuda.pages import CudaKv
 from voltapile.kernels.cuda.pushing import Unlaunched, can_send, product_of
-from voltapile.kernels.cuda.qkv import LateHeads
 from voltapile.kernels.ops import Arrival, Weight
 
 
@@ -76,7 +73,7 @@ class CudaCollectives:
     """See kernels/group.py. wires.py makes links. Before anything is launched comes `_catch_up`."""
 
     _links: Links | None = None
-    _unfinished: Unfinished | Unlaunched | LateHeads | None = None
+    _unfinished: Unfinished | Unlaunched | None = None
     _late: Late | None = None
 
     @functools.cached_property
@@ -172,37 +169,10 @@ class CudaCollectives:
         self._unfinished = Unlaunched(sums, launch)
         return sums
 
-    def _linears(
-        self,
-        x: DeviceArray,
-        weights: Sequence[CudaWeight],
-        biases: Sequence[CudaWeight | None],
-        policy: Policy,
-    ) -> tuple[DeviceArray, ...]:
-        self._catch_up()
-        ops = self._launcher()
-        product = qkv.product_of(ops, x, weights, biases, policy)
-        if product is None:
-            return matmul.linears(ops, x, weights, biases, policy)
-        self._unfinished = product
-        return product.outs
-
-    def _take_heads(
-        self, arrays: Sequence[DeviceArray], cache: CudaKv, pairs: int
-    ) -> LateHeads | None:
-        """The product of them, if it can go on with them; it will be launched."""
-        product = self._unfinished
-        if not isinstance(product, LateHeads) or not product.fits(arrays, cache, pairs):
-            return None
-        self._unfinished = None
-        return product
-
     def _joined(self, part: DeviceArray | None, out: DeviceArray) -> Late | None:
         """The sum that finishes the product before it, if that is its part."""
         product = self._unfinished
-        if product is None or isinstance(product, LateHeads) or part is None:
-            return None
-        if product.sums.ptr != part.ptr:
+        if product is None or part is None or product.sums.ptr != part.ptr:
             return None
         if isinstance(product, Unlaunched):
             late = Late(part, out, len(out), product=product)
@@ -216,7 +186,7 @@ class CudaCollectives:
     def _catch_up(self) -> None:
         """Launch what is late."""
         product, self._unfinished = self._unfinished, None
-        if isinstance(product, Unlaunched | LateHeads):
+        if isinstance(product, Unlaunched):
             product.launch(())
         elif product is not None:
             sums = product.sums

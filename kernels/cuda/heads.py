@@ -9,7 +9,6 @@ import numpy as np
 from voltapile.kernels.cuda.chunks import spread
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.pages import KINDS, LARGEST_DIM, CudaKv
-from voltapile.kernels.cuda.qkv import LateHeads
 from voltapile.kernels.ops import Batch
 
 # By the longest head.
@@ -37,9 +36,7 @@ def rope_store(
     group: int,
     eps: float,
     norms: tuple[CudaWeight | None, CudaWeight | None],
-    product: LateHeads | None = None,
 ) -> DeviceArray:
-    """product: of q, k and v, if it is not launched yet and `fits`."""
     tokens, table, dim = len(batch.slots), batch.pages[group], cache.key_dim
     heads, pairs = q.size // max(1, tokens) // dim, angles.shape[1]
     assert layout in ("norm", "neox"), layout
@@ -55,19 +52,14 @@ def rope_store(
     sizes = heads, cache.kv_heads, dim, cache.value_dim, pairs, apart
     kinds = KINDS[cache.key_type], KINDS[cache.value_type]
     pointers = angles, cache.keys, cache.values, table, batch.slots, batch.positions
-    gains = [0 if each is None else each.ptr for each in norms]
-    places = [array.ptr for array in pointers]
-    if product is not None:
-        numbers = cache.kv_heads, table.shape[1], cache.pages, *kinds, apart
-        tail = q.ptr, gains[1], gains[0], *places, *map(np.int32, numbers), np.float32(eps)
-        product.join(cache.tickets.ptr, tail)
-        return q
     longest = min(each for each in ROPE_STORE if each >= max(dim, cache.value_dim))
     ops.kernel(ROPE_STORE[longest])(
         (-(-(heads + 2 * cache.kv_heads) // WARPS), tokens),
         32 * WARPS,
         (
-            *(q.ptr, k.ptr, v.ptr, *gains, *places),
+            *(q.ptr, k.ptr, v.ptr),
+            *(0 if each is None else each.ptr for each in norms),
+            *(array.ptr for array in pointers),
             *map(np.int32, sizes),
             np.float32(eps),
             *map(np.int32, (table.shape[1], cache.pages, *kinds)),

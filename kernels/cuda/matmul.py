@@ -17,7 +17,6 @@ from voltapile.kernels.cuda import clusters, gemm, records, stream, wide
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher, Line
 from voltapile.kernels.cuda.norms import late_norm
-from voltapile.kernels.cuda.streaming import streaming
 
 PLAIN, ADD, SILU, GELU = range(4)
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU}
@@ -117,7 +116,7 @@ class Launch:
         card = ops.multiprocessors, max_shared(ops.arch)
         is_tiled = all(product.weight.is_tiled for product in products)
         task = stream.Task(pair, columns, tokens, own, rest, is_glu, *card, is_tiled=is_tiled)
-        return cls(task, epilogue, others, matrix_args(products))
+        return cls(task, epilogue, others, _matrix_args(products))
 
 
 def linear(
@@ -245,7 +244,7 @@ def _launches(products: list[Product]) -> list[list[Product]]:
         for product in list(waiting):
             wider = names | {product.weight.type_name}
             is_alike = product.weight.is_tiled == first.weight.is_tiled
-            if len(launch) < MATRICES and is_alike and pair_of(wider) is not None:
+            if len(launch) < MATRICES and is_alike and _pair_of(wider) is not None:
                 launch.append(product)
                 names = wider
                 waiting.remove(product)
@@ -253,7 +252,7 @@ def _launches(products: list[Product]) -> list[list[Product]]:
     return launches
 
 
-def pair_of(names: set[str]) -> tuple[str, str] | None:
+def _pair_of(names: set[str]) -> tuple[str, str] | None:
     """The formats of the instance that takes all of them."""
     if len(names) == 1:
         name = next(iter(names))
@@ -262,13 +261,9 @@ def pair_of(names: set[str]) -> tuple[str, str] | None:
 
 
 def _launch(
-    ops: Launcher,
-    x: DeviceArray,
-    products: list[Product],
-    epilogue: int,
-    is_only: bool = True,
+    ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int, is_only: bool = True
 ) -> None:
-    pair = pair_of({product.weight.type_name for product in products})
+    pair = _pair_of({product.weight.type_name for product in products})
     assert pair is not None, products
     launch = replace(Launch.of(ops, x, products, epilogue, pair), is_only=is_only)
     if any(way(ops, x, launch) for way in (streamed, _clusters, _wide)):
@@ -300,12 +295,27 @@ def _launch(
 
 def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     """Whether it was a product for matmul_stream.cu; then it is launched."""
-    # What is added to may be what a norm is made of.
-    found = streaming(ops, x, launch.task, norms=launch.epilogue != ADD)
-    if found is None:
+    if ops.arch < stream.ARCH:
         return False
-    kind = found.deal.instance(launch.task.pair, bool(launch.line))
-    found.launch(ops, kind, launch.epilogue, launch.others, launch.matrices, launch.line)
+    task, norm = launch.task, late_norm(x)
+    if launch.epilogue == ADD:
+        norm = None  # what is added to may be what the norm is made of
+    deal = None if norm is None else stream.deal(replace(task, is_normed=True))
+    if deal is None:
+        norm, deal = None, stream.deal(task)
+    if deal is None:
+        return False
+    matrices, ends = stream.placed(task, launch.others, launch.matrices)
+    numbers = task.columns, task.tokens, launch.epilogue, *ends, deal.first_other, deal.depth
+    read = x.ptr if norm is None else norm.x.ptr
+    gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
+    shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
+    ops.kernel(deal.instance(task.pair, bool(launch.line)))(
+        (deal.blocks,),
+        deal.threads,
+        (*matrices, read, *map(np.int32, numbers), gain, *shares, *launch.line),
+        shared=deal.shared,
+    )
     return True
 
 
@@ -365,7 +375,7 @@ def _slots(pair: tuple[str, str], columns: int, room: int, shared: int, arch: in
     return slots if shared + more <= max_shared(arch) // 2 else 0
 
 
-def matrix_args(products: list[Product]) -> tuple[int | np.int32, ...]:
+def _matrix_args(products: list[Product]) -> tuple[int | np.int32, ...]:
     args: list[int | np.int32] = []
     for product in products:
         bias = product.bias.ptr if product.bias is not None else 0

@@ -294,7 +294,7 @@ class CudaOps(CudaPositions, CudaCollectives):
         biases: Sequence[Weight | None],
     ) -> tuple[DeviceArray, ...]:
         own = [_own(weight) for weight in weights]
-        return self._linears(x, own, [_or_none(b) for b in biases], self._policy_for(x))
+        return matmul.linears(self, x, own, [_or_none(b) for b in biases], self._policy_for(x))
 
     def glu(
         self,
@@ -343,9 +343,8 @@ class CudaOps(CudaPositions, CudaCollectives):
         q_norm: Weight | None = None,
         k_norm: Weight | None = None,
     ) -> DeviceArray:
-        late = self._take_heads((q, k, v), cache, angles.shape[1])
-        tail = angles, layout, cache, batch, group, eps, (_or_none(q_norm), _or_none(k_norm)), late
-        return heads.rope_store(self, q, k, v, *tail)
+        norms = _or_none(q_norm), _or_none(k_norm)
+        return heads.rope_store(self, q, k, v, angles, layout, cache, batch, group, eps, norms)
 
     def attention(
         self,

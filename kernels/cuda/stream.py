@@ -57,12 +57,7 @@ _SAME = [STREAM[(name, name), TEAMS] for name in FORMATS] + [*BROAD.values()]
 _SAME += [ALONE[each] for each in _SAME]
 PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in _SAME}
 PUSHING_BYTES = 1024
-# Of one token's k, v and q in heads of 128, which become what attention wants (qkv.py).
-HEAD, HEAD_BYTES = 128, 128
-_WHOLE = [ALONE[each] for each in (*(STREAM[pair, TEAMS] for pair in PAIRS), *BROAD.values())]
-HEADED = {each: replace(each, defines=(*each.defines, ("HEAD", str(HEAD)))) for each in _WHOLE}
 INSTANCES = [*STREAM.values(), *BROAD.values(), *ALONE.values(), *PUSHING.values()]
-INSTANCES += [*HEADED.values()]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 // angles, slots and positions are asked for before the kernel before this one has ended, and
 // nothing waits for them until heads are on their way. All heads take one path, since instructions
 // that few warps run must be fetched by all. -D HEAD: the longest head.
-#include "attention_head.cuh"
+#include "attention_store.cuh"
 #include "grid.cuh"
 
 namespace voltapile {
@@ -13,6 +13,17 @@ constexpr int WARPS = 4, PIECES = HEAD / 32;  // of a head; lane i has value i o
 #ifndef VP_EMULATION
 extern __shared__ __align__(16) unsigned char shared[];
 #endif
+
+__device__ __forceinline__ void norm(float (&held)[PIECES], const float (&factors)[PIECES], int n,
+                                     float eps) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) sum += held[i] * held[i];
+  for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  const float norm = 1.0f / sqrtf(sum / n + eps);
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) held[i] = held[i] * norm * factors[i];
+}
 
 // Of a token: pair i is (i, i + apart), or of neighbours with 1 apart.
 struct Turns {
@@ -77,7 +88,7 @@ rope_store(float* q, const float* k, const float* v, const float* q_norm, const 
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) held[i] = 32 * i + lane < dim ? from[32 * i + lane] : 0.0f;
   const int page = page_of(table, slot, position, width, pages);
-  if (weight != nullptr) norm_head(held, factors, dim, eps);
+  if (weight != nullptr) norm(held, factors, dim, eps);
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) row[32 * i + lane] = held[i];
   __syncwarp();
@@ -92,5 +103,17 @@ rope_store(float* q, const float* k, const float* v, const float* q_norm, const 
   const int kind = is_value ? value_kind : key_kind, place = position & (PAGE - 1);
   unsigned char* to = (is_value ? values : keys) +
                       static_cast<long long>(page * kv_heads + head) * head_bytes(kind, dim);
-  store_head(held, to, kind, place, dim, row);
+  if (kind == F16) {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i)
+      if (32 * i + lane < dim) store_half(to, place, dim, 32 * i + lane, held[i]);
+    return;
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) row[32 * i + lane] = held[i];
+  __syncwarp();
+#pragma unroll 1
+  for (int block = 0; 32 * block < dim; ++block)
+    store_integers(to, kind, place, dim, block, row[32 * block + lane]);
 }

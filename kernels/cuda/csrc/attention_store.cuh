@@ -1,26 +1,20 @@
-// How 32 new values of a head become part of a page; see attention_pages.cuh for how they lie.
+// How 32 new values of a head become part of a page; see attention_kv.cuh for how they lie there.
 // f16: finite values beyond its range become the largest half. Blocks with a value that is not
 // finite stay so in every type, so that whoever reads them notices.
 #pragma once
-#include "attention_pages.cuh"
+#include "attention_kv.cuh"
 
 namespace voltapile {
 
 constexpr float LARGEST = 65504.0f;
 
-// The table's entry for a position. (No branch: slot and position are read at once.)
-__device__ __forceinline__ int entry_of(const int* table, int slot, int position, int width) {
-  const unsigned place = static_cast<unsigned>(position) / PAGE, last = width - 1;
-  return table[static_cast<long long>(slot) * width + min(place, last)];
-}
-// The page of a token's new values, by that; -1: none. A finished slot may go past the end.
-__device__ __forceinline__ int page_of(int entry, int position, int width, int pages) {
-  const unsigned place = static_cast<unsigned>(position) / PAGE, last = width - 1;
-  return place <= last && entry < pages ? entry : -1;
-}
+// The page of a token's new values; -1: none. A finished slot may go past the end. (No branch: slot
+// and position are read at once.)
 __device__ __forceinline__ int page_of(const int* table, int slot, int position, int width,
                                        int pages) {
-  return page_of(entry_of(table, slot, position, width), position, width, pages);
+  const unsigned place = static_cast<unsigned>(position) / PAGE, last = width - 1;
+  const int page = table[static_cast<long long>(slot) * width + min(place, last)];
+  return place <= last && page < pages ? page : -1;
 }
 
 __device__ __forceinline__ bool is_finite(float x) {

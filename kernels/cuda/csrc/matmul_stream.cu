@@ -10,11 +10,9 @@
 // -D: FORMAT; OTHER; DEPTH, the most places of a ring; TEAMS; WARPS, eight, or twice as many with
 // one chunk of columns each; THREADS that a multiprocessor's registers shall suffice for; TILES 1
 // and MANY 0; ONE, whether it is known that there is but one token; PUSH 1, where what is made is
-// this rank's part of a sum and goes to the others at once; HEAD, values of a head, where rows are
-// those of k, v and q of one token (matmul_heads.cuh), and attention comes next.
+// this rank's part of a sum and goes to the others at once.
 #include "grid.cuh"
 #include "group_push.cuh"
-#include "matmul_heads.cuh"
 #include "matmul_norm.cuh"
 
 using namespace voltapile;
@@ -139,12 +137,8 @@ struct Ending {
     float value = whole(sums) + bias;
     if (units.all.is_glu())
       value = activated(value, units.all.kind) * (whole(sums + WARPS * one) + bias_of_up);
-#if HEAD
-    post(place, value);
-#else
     if (units.all.kind == ADD) add_to(place, value);
     else *place = value;
-#endif
     line.send(value, i / 16, own);
   }
 
@@ -162,24 +156,12 @@ struct Ending {
   }
 };
 
-// Which blocks take a format's units, and this one's number among them.
-struct Share {
-  static constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
-  bool is_other;
-  int block, blocks;
-
-  __device__ __forceinline__ Share(int number, int first_other)
-      : is_other(!IS_SAME && number >= first_other),
-        block(is_other ? number - first_other : number),
-        blocks(IS_SAME ? gridDim.x : is_other ? gridDim.x - first_other : first_other) {}
-};
-
-// All units of this block, of those that are dealt to `blocks`. Gives memory of the warp's own.
+// All units of this block, of those that are dealt to `blocks`.
 // Shared memory: a bell for each place of each ring and one for gains, rings, tokens, sums, gains.
 template <class F, class Line>
-__device__ __forceinline__ std::uint8_t* stream(const Product& all, Norm norm, const Line& line,
-                                                const Units& units, int block, int blocks,
-                                                int depth, std::uint8_t* shared) {
+__device__ __forceinline__ void stream(const Product& all, Norm norm, const Line& line,
+                                       const Units& units, int block, int blocks, int depth,
+                                       std::uint8_t* shared) {
   using M = TileMemory<F>;
   constexpr int ALL_WARPS = TEAMS * WARPS, BELLS = aligned(8 * (DEPTH * ALL_WARPS + 1));
   // One number for the whole warp: branches on it need no code for lanes that go apart.
@@ -192,11 +174,6 @@ __device__ __forceinline__ std::uint8_t* stream(const Product& all, Norm norm, c
   const int step = TEAMS * blocks;
   int unit = block + team * blocks;
   Ahead<F> ahead(units, unit, step, warp);
-#if HEAD
-  NewPlace place;
-  const bool looks_up = warp_of_block == ALL_WARPS - 1;
-  if (looks_up) place.ask(line);
-#endif
 #pragma unroll 1
   for (int i = 0; i < depth; ++i) {
     ahead.prepare();
@@ -215,17 +192,11 @@ __device__ __forceinline__ std::uint8_t* stream(const Product& all, Norm norm, c
   if (norm.gain != nullptr) norm.ask(all.k);
   Ending ending(units, 32 * warp + lane);
   if (ONE) ending.find(unit);  // where there are registers to keep it in
-#if HEAD
-  if (looks_up) place.look_up(line);
-#endif
 
   // The first turn waits, and stages tokens: what turns have in common is then ready before that.
   for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
     if (count == 0) {
       stage<F>(all, norm, tokens, warp_of_block, lane);
-#if HEAD
-      if (looks_up && lane == 0) NewPlace::kept() = place;
-#endif
       __syncthreads();
       if (unit >= units.count) break;
     }
@@ -254,7 +225,6 @@ __device__ __forceinline__ std::uint8_t* stream(const Product& all, Norm norm, c
     ending.write(set, line);
     if (ONE) ending.find(unit + step);
   }
-  return ring.places;
 }
 #endif
 
@@ -267,11 +237,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int depth, const float* gain, float eps, float share
 #if PUSH
                   , const Group* group, int rank, int ranks
-#elif HEAD
-                  , float* q, const float* k_norm, const float* q_norm, const float* angles,
-                  unsigned char* keys, unsigned char* values, const int* table, const int* slots,
-                  const int* positions, int kv_heads, int width, int pages, int key_kind,
-                  int value_kind, int apart, float head_eps
 #endif
                   ) {
 #if VP_ARCH >= 800
@@ -284,27 +249,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Norm norm{gain, eps, share};
 #if PUSH
   const Outgoing<true> line{group, rank, ranks};
-#elif HEAD
-  const Posts line{q,         k_norm,   q_norm, angles, keys,     values,     table, slots,
-                   positions, kv_heads, width,  pages,  key_kind, value_kind, apart, head_eps};
-  grid_launch();
 #else
   const Outgoing<false> line{};
   grid_launch();
 #endif
-  const Share now(blockIdx.x, first_other);
-  std::uint8_t* own;
-  if (now.is_other)
-    own = stream<formats::OTHER>(all, norm, line, {all, other_first, other_second, other_count},
-                                 now.block, now.blocks, depth, memory);
+  constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
+  const int block = blockIdx.x, blocks = gridDim.x;
+  if (!IS_SAME && block >= first_other)
+    stream<formats::OTHER>(all, norm, line, {all, other_first, other_second, other_count},
+                           block - first_other, blocks - first_other, depth, memory);
   else
-    own = stream<formats::FORMAT>(all, norm, line, {all, first, second, count}, now.block,
-                                  now.blocks, depth, memory);
-#if HEAD
-  const Share then(afresh(blockIdx.x), first_other);  // so that nothing of it is kept meanwhile
-  const Units units{all, then.is_other ? other_first : first,
-                    then.is_other ? other_second : second, then.is_other ? other_count : count};
-  finish_heads(line, units, then.block, then.blocks, afresh(threadIdx.x), own);
-#endif
+    stream<formats::FORMAT>(all, norm, line, {all, first, second, count}, block,
+                            IS_SAME ? blocks : first_other, depth, memory);
 #endif
 }
