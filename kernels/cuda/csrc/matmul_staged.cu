@@ -50,7 +50,7 @@ __device__ __forceinline__ void put_neighbours(float4 a, float4 b, const float4*
 constexpr int MOST_CHUNKS = 32;
 
 // The same of rows that are normed first, by weights `gain`, with the bits of norm.cu; the normed
-// rows go to `out`. share: 1 / k. grid: (tokens), a warp for each chunk. Nothing is decided, and
+// rows go to `out`, if that is not null. share: 1 / k. grid: (tokens), a warp for each chunk. Nothing is decided, and
 // little is held, so that several blocks find room where a product leaves a multiprocessor.
 extern "C" __global__ void __launch_bounds__(32 * MOST_CHUNKS)
     norm_tokens(const float* x, const float* gain, float* out, std::uint8_t* records,
@@ -82,5 +82,5 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_CHUNKS)
   const float factor = norm_factor<MOST_CHUNKS>(sums, blockDim.x / 32, share, eps, lane);
   put_neighbours<First>(a, b, own, factor, records + place, lane);
   if (!IS_SAME) put_neighbours<Second>(a, b, own, factor, other_records + place, lane);
-  to[0] = scaled(a, factor), to[1] = scaled(b, factor);
+  if (out != nullptr) to[0] = scaled(a, factor), to[1] = scaled(b, factor);
 }
