@@ -193,9 +193,8 @@ def test_route_norms_what_it_reads(plain: Any, tokens: int, width: int, type_nam
         h = norms.Normed(plain, rows, gain, 1e-6)
         if case == "made":
             h.make()
-        since, counts = len(plain.launched), plain.array(np.zeros((2, 40), np.int64))
+        counts = plain.array(np.zeros((2, 40), np.int64))
         made = plain.route(h, router, 4, counts, device(plain, batch))
-        assert [each.function for each, _, _ in plain.launched[since:]] == ["route"]
         assert not h.is_late
         found.append([plain.to_host(each) for each in (*made, h)])
         launched = plain.to_host(row_kernels.rms_norm(plain, rows, gain, 1e-6))
