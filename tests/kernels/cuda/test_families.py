@@ -317,7 +317,7 @@ def test_experts(ops: Any, gate: str, up: str, down: str, width: int, inner: int
     ("up", "down", "width", "inner"),
     [pytest.param("Q4_K", "Q6_K", 256, 256, marks=SLOW), ("Q8_0", "Q5_0", 160, 96)],
 )
-def test_countof_many_tokens(
+def test_experts_of_many_tokens(
     ops: Any, monkeypatch: pytest.MonkeyPatch, up: str, down: str, width: int, inner: int
 ) -> None:
     """The first two rows keep their bits; an expert that nobody chose, and one of two tiles."""
@@ -345,7 +345,7 @@ def test_countof_many_tokens(
 @pytest.mark.parametrize(
     "name", ["Q6_K", *(pytest.param(name, marks=SLOW) for name in ("Q4_K", "Q5_K", "Q8_0"))]
 )
-def test_countare_alike_however_they_lie(
+def test_experts_are_alike_however_they_lie(
     ops: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """In tiles, row by row, and the last one by itself; of few tokens and of many. Streams take
