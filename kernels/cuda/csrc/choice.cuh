@@ -36,17 +36,13 @@ using Keys = unsigned[HELD];
 
 constexpr unsigned ROUND = 32;  // candidates that one is compared with at once
 
-struct Winner {
-  float value;  // its share, but for the sum of all
-  int expert;
-};
-
 // A token's choice in shared memory.
 struct __align__(16) Choice {
   static constexpr unsigned NOWHERE = EXPERTS + ROUND;
   unsigned keys[EXPERTS + ROUND + 8];           // of candidates in the order of experts, and zeros
   unsigned short experts[EXPERTS + ROUND + 8];  // theirs
-  Winner winners[MOST_USED];                    // by rank
+  float values[MOST_USED];                      // of the chosen ones, by rank: shares of their sum
+  int winners[MOST_USED];
 };
 
 // What other blocks write meanwhile.
@@ -67,49 +63,22 @@ __device__ __forceinline__ void leave(unsigned* place, unsigned value) {
 #endif
 }
 
-// Of a token's keys those that are there.
-__device__ __forceinline__ void look_at(const unsigned* inbox, Keys& keys, unsigned experts,
-                                        unsigned lane) {
-#pragma unroll
-  for (unsigned i = 0; i < HELD; ++i)
-    keys[i] = 32 * i + lane < experts ? look_at(inbox + 32 * i + lane) : NO_NUMBER;
-}
-// Whether none of the warp's is missing. Not awaited before what was asked for last has been.
-__device__ __forceinline__ bool is_whole(Keys& keys) {
-#ifndef VP_EMULATION
-#pragma unroll
-  for (unsigned i = 0; i < HELD; ++i) asm volatile("" : "+r"(keys[i]));
-#endif
-  unsigned least = keys[0];
-#pragma unroll
-  for (unsigned i = 1; i < HELD; ++i) least = min(least, keys[i]);
-  return __all_sync(ALL, least > 0);
-}
-
-// A token's keys as blocks leave them, when all are there; places are 0 again then. A look takes
-// some 700 clocks, so that two are on their way in turn.
+// A token's keys as blocks leave them, when all are there; places are 0 again then.
 __device__ __forceinline__ void collect(unsigned* inbox, Keys& keys, unsigned experts,
                                         unsigned lane) {
-  Keys next;
-  look_at(inbox, keys, experts, lane);
-#ifndef VP_EMULATION
-  for (const unsigned since = clock(); clock() - since < 350;) {
-  }
-#endif
-  look_at(inbox, next, experts, lane);
-#pragma unroll 1
-  while (!is_whole(keys)) {
-    look_at(inbox, keys, experts, lane);
-    if (is_whole(next)) {
+  inbox += lane;
+  bool is_whole;
+  do {
+    is_whole = true;
 #pragma unroll
-      for (unsigned i = 0; i < HELD; ++i) keys[i] = next[i];
-      break;
-    }
-    look_at(inbox, next, experts, lane);
-  }
+    for (unsigned i = 0; i < HELD; ++i)
+      keys[i] = 32 * i + lane < experts ? look_at(inbox + 32 * i) : NO_NUMBER;
+#pragma unroll
+    for (unsigned i = 0; i < HELD; ++i) is_whole &= keys[i] != 0;
+  } while (!__all_sync(ALL, is_whole));
 #pragma unroll
   for (unsigned i = 0; i < HELD; ++i) {
-    if (32 * i + lane < experts) leave(inbox + 32 * i + lane, 0);
+    if (32 * i + lane < experts) leave(inbox + 32 * i, 0);
     else keys[i] = 0;
   }
 }
@@ -152,7 +121,7 @@ __device__ __forceinline__ unsigned put_candidates(const Keys& keys, unsigned be
     count += __popc(all);
   }
   static_assert(ROUND == 32);
-  own.keys[count + lane] = 0;
+  own.keys[count + lane] = 0, own.values[lane] = 0.0f;
   __syncwarp();
   return count;
 }
@@ -205,20 +174,20 @@ __device__ __forceinline__ void choose(const Keys& keys, Choice& own, int* chose
     const int expert = own.experts[mine];
     const float value = expf(logit_of(key) - first);
     const unsigned rank = rank_of(own, key, mine, count);
-    if (rank < used) own.winners[rank] = {value, expert};
+    if (rank < used) own.values[rank] = value, own.winners[rank] = expert;
   }
   __syncwarp();
-  const Winner winner = own.winners[min(lane, used - 1)];
-  const float value = lane < used ? winner.value : 0.0f;
+  if (lane >= used) return;
+  const int expert = own.winners[lane];
+  const float value = own.values[lane];
   float all = 0.0f;
 #pragma unroll 1
   for (unsigned rank = 0; rank < used; rank += 8)
 #pragma unroll
-    for (unsigned i = 0; i < 8; ++i) all += __shfl_sync(ALL, value, rank + i);
-  if (lane >= used) return;
-  chosen[lane] = winner.expert;
+    for (unsigned i = 0; i < 8; ++i) all += own.values[rank + i];
+  chosen[lane] = expert;
   weights[lane] = quotient(value, all);
-  atomicAdd(counts + winner.expert, static_cast<u64>(1));
+  atomicAdd(counts + expert, static_cast<u64>(1));
 }
 
 }  // namespace voltapile

@@ -193,9 +193,8 @@ def test_route_norms_what_it_reads(plain: Any, tokens: int, width: int, type_nam
         h = norms.Normed(plain, rows, gain, 1e-6)
         if case == "made":
             h.make()
-        since, counts = len(plain.launched), plain.array(np.zeros((2, 40), np.int64))
+        counts = plain.array(np.zeros((2, 40), np.int64))
         made = plain.route(h, router, 4, counts, device(plain, batch))
-        assert [each.function for each, _, _ in plain.launched[since:]] == ["route"]
         assert not h.is_late
         found.append([plain.to_host(each) for each in (*made, h)])
         launched = plain.to_host(row_kernels.rms_norm(plain, rows, gain, 1e-6))
@@ -318,7 +317,7 @@ def test_experts(ops: Any, gate: str, up: str, down: str, width: int, inner: int
     ("up", "down", "width", "inner"),
     [pytest.param("Q4_K", "Q6_K", 256, 256, marks=SLOW), ("Q8_0", "Q5_0", 160, 96)],
 )
-def test_countof_many_tokens(
+def test_experts_of_many_tokens(
     ops: Any, monkeypatch: pytest.MonkeyPatch, up: str, down: str, width: int, inner: int
 ) -> None:
     """The first two rows keep their bits; an expert that nobody chose, and one of two tiles."""
@@ -346,7 +345,7 @@ def test_countof_many_tokens(
 @pytest.mark.parametrize(
     "name", ["Q6_K", *(pytest.param(name, marks=SLOW) for name in ("Q4_K", "Q5_K", "Q8_0"))]
 )
-def test_countare_alike_however_they_lie(
+def test_experts_are_alike_however_they_lie(
     ops: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """In tiles, row by row, and the last one by itself; of few tokens and of many. Streams take
@@ -375,8 +374,8 @@ def test_countare_alike_however_they_lie(
 def test_gates(plain: Any) -> None:
     y, x, w = normal(0, 3, 70), normal(1, 3, 50), normal(2, 50)
     mine, theirs = weights_of(plain, w)
-    found = plain.to_host(plain.gate_rows(plain.array(y), plain.array(x), mine))
-    np.testing.assert_allclose(found, REF.gate_rows(y.copy(), x, theirs), rtol=2e-5, atol=1e-6)
+    found = plain.to_host(plain.gate_rows_(plain.array(y), plain.array(x), mine))
+    np.testing.assert_allclose(found, REF.gate_rows_(y.copy(), x, theirs), rtol=2e-5, atol=1e-6)
     gate = normal(3, 3, 70)
     found = plain.to_host(plain.gate_(plain.array(y), plain.array(gate)))
     np.testing.assert_allclose(found, REF.gate_(y.copy(), gate), rtol=2e-5, atol=1e-6)
