@@ -41,8 +41,8 @@ __device__ __forceinline__ const std::uint8_t* column_of(const std::uint8_t* tok
   return tokens + (token < room ? token : 0) * size + 32 * (lane >> 2 & 1) + 8 * (lane & 3);
 }
 
-// 16 bytes of the upper ones, or 32 later of the lower ones, of a token that has all columns: columns
-// 2 p and 2 p + 1 are what lanes p bring of A, since others bring nothing of B.
+// 16 bytes of the upper ones, or 32 later of the lower ones, of a token that has all columns:
+// columns 2 p and 2 p + 1 are what lanes p bring of A, since others bring nothing of B.
 __device__ __forceinline__ uint4 own_bytes(const std::uint8_t* from, int lane) {
   uint4 bytes{0, 0, 0, 0};
   if (lane >> 3 == (lane & 3)) bytes = *reinterpret_cast<const uint4*>(from + 8 * (lane & 4));
@@ -210,8 +210,8 @@ template <>
 struct WholeBlock<formats::Q6_K> {
   using T = WholeTokens<formats::Q6_K>;
 
-  // A word of lower bits to those of two groups, less 32 and four times as large: with a sign, which
-  // is their first bit turned. up: their upper bits, from the fourth and from the last but one on.
+  // A word of lower bits to those of two groups, less 32 and four times as large: with a sign,
+  // which is their first bit turned. up: their upper bits, from the third and from the seventh on.
   static __device__ __forceinline__ void codes(unsigned up, unsigned low, unsigned& one,
                                                unsigned& two) {
     constexpr unsigned LOW = 0x3c3c3c3c, HIGH = 0xc0c0c0c0;
@@ -261,8 +261,8 @@ struct WholeBlock<formats::Q6_K> {
 #pragma unroll
         for (int f = 0; f < 4; ++f) {
           int c[4] = {};
-          mma_signed_16(c, a[0][f], a[1][f],
-                        *reinterpret_cast<const unsigned*>(column + 64 * (4 * half + f) + 16 * part));
+          const std::uint8_t* b = column + 64 * (4 * half + f) + 16 * part;
+          mma_signed_16(c, a[0][f], a[1][f], *reinterpret_cast<const unsigned*>(b));
           const int byte = 2 * (f & 1) + part;
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -280,8 +280,8 @@ struct WholeBlock<formats::Q6_K> {
       sums[i] = finish(memory, at[i], total[2 * i], total[2 * i + 1], scale);
   }
 
-  // Lane p has 16 columns of each group of one half: first of the two that are in the first 32 bytes
-  // of lower bits, then of the others.
+  // Lane p has 16 columns of each group of one half: first of the two that share the first 32
+  // bytes of lower bits, then of the others.
   static __device__ __forceinline__ float multiply_one(const std::uint8_t* memory,
                                                        const int (&at)[Tile::ROWS],
                                                        const std::uint8_t* token, int lane, int) {
