@@ -359,7 +359,8 @@ def _strip_bytes(
     """Of csrc/expert_strip.cuh: bells, rings; tokens and sums, at least so many bytes."""
     chunks = _chunks(columns)
     rings = warps * _depth(name, ring) * 16 * CHUNKS[name].bytes
-    return _whole(8 * warps * DEPTHS[-1]) + rings + max(least, chunks * room * (SLOTS[name] + 64 * tiles))
+    rest = chunks * room * (SLOTS[name] + 64 * tiles)
+    return _whole(8 * warps * DEPTHS[-1]) + rings + max(least, rest)
 
 
 def _depth(name: str, ring: int) -> int:

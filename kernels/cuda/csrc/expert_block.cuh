@@ -41,11 +41,12 @@ __device__ __forceinline__ const std::uint8_t* column_of(const std::uint8_t* tok
   return tokens + (token < room ? token : 0) * size + 32 * (lane >> 2 & 1) + 8 * (lane & 3);
 }
 
-// 16 bytes of the upper ones, or 32 later of the lower ones, of a token that has all columns: columns
-// 2 p and 2 p + 1 are what lanes p bring of A, since others bring nothing of B.
-__device__ __forceinline__ uint4 own_bytes(const std::uint8_t* from, int lane) {
-  uint4 bytes{0, 0, 0, 0};
-  if (lane >> 3 == (lane & 3)) bytes = *reinterpret_cast<const uint4*>(from + 8 * (lane & 4));
+// 16 bytes of the upper ones, or 32 later of the lower ones, of a token that has all columns:
+// columns 2 p and 2 p + 1 are what lanes p bring of A, since others bring nothing of B.
+template <class T>
+__device__ __forceinline__ T own_bytes(const std::uint8_t* from, int lane) {
+  T bytes{};
+  if (lane >> 3 == (lane & 3)) bytes = *reinterpret_cast<const T*>(from + 8 * (lane & 4));
   return bytes;
 }
 // Of four lanes p the sums; row p & 1 is left to each.
@@ -141,7 +142,7 @@ struct FourBits {
       for (int i = 0; i < 2; ++i) {
         words[i] = *reinterpret_cast<const uint4*>(memory + at[i] + CODES + 32 * p + from);
         if (FIFTH) fifth[i] = *reinterpret_cast<const uint4*>(memory + at[i] + 16 + from);
-        b[i] = own_bytes(token + 128 * p + 64 * i + from, lane);
+        b[i] = own_bytes<uint4>(token + 128 * p + 64 * i + from, lane);
       }
 #pragma unroll
       for (int k = 0; k < 4; k += 2)
@@ -210,8 +211,8 @@ template <>
 struct WholeBlock<formats::Q6_K> {
   using T = WholeTokens<formats::Q6_K>;
 
-  // A word of lower bits to those of two groups, less 32 and four times as large: with a sign, which
-  // is their first bit turned. up: their upper bits, from the fourth and from the last but one on.
+  // A word of lower bits to those of two groups, less 32 and four times as large: with a sign,
+  // which is their first bit turned. up: their upper bits, from the third and from the seventh on.
   static __device__ __forceinline__ void codes(unsigned up, unsigned low, unsigned& one,
                                                unsigned& two) {
     constexpr unsigned LOW = 0x3c3c3c3c, HIGH = 0xc0c0c0c0;
@@ -261,8 +262,8 @@ struct WholeBlock<formats::Q6_K> {
 #pragma unroll
         for (int f = 0; f < 4; ++f) {
           int c[4] = {};
-          mma_signed_16(c, a[0][f], a[1][f],
-                        *reinterpret_cast<const unsigned*>(column + 64 * (4 * half + f) + 16 * part));
+          const std::uint8_t* b = column + 64 * (4 * half + f) + 16 * part;
+          mma_signed_16(c, a[0][f], a[1][f], *reinterpret_cast<const unsigned*>(b));
           const int byte = 2 * (f & 1) + part;
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -280,42 +281,41 @@ struct WholeBlock<formats::Q6_K> {
       sums[i] = finish(memory, at[i], total[2 * i], total[2 * i + 1], scale);
   }
 
-  // Lane p has 16 columns of each group of one half: first of the two that are in the first 32 bytes
-  // of lower bits, then of the others.
+  // Lane p has 16 columns of each group of one half.
   static __device__ __forceinline__ float multiply_one(const std::uint8_t* memory,
                                                        const int (&at)[Tile::ROWS],
                                                        const std::uint8_t* token, int lane, int) {
     const int p = lane & 3, half = p >> 1, part = p & 1;
-    const Words lows[2] = {Words(memory, at[0] + 64 * half + 16 * part),
-                           Words(memory, at[1] + 64 * half + 16 * part)};
-    const Words ups[2] = {lows[0].after(128 - 32 * half), lows[1].after(128 - 32 * half)};
-    int total[4] = {}, own[2];
+    Words lows[2] = {Words(memory, at[0] + 64 * half + 16 * part),
+                     Words(memory, at[1] + 64 * half + 16 * part)};
+    Words ups[2] = {lows[0].after(128 - 32 * half), lows[1].after(128 - 32 * half)};
+    const std::uint8_t* bytes = token + 256 * half + 16 * part;
+    int c[4][4] = {};
 #pragma unroll 1
-    for (int g = 0; g < 2; ++g) {
-      const std::uint8_t* bytes = token + 256 * half + 64 * g + 16 * part;
-      const uint4 b[2] = {own_bytes(bytes, lane), own_bytes(bytes + 128, lane)};
-      int c[2][4] = {};
-#pragma unroll
-      for (int k = 0; k < 4; k += 2) {
-        unsigned a[2][4];  // of the groups, in the order of A
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int from = 4 * (k + i / 2);
-          codes(ups[i & 1].at(from) << 2 - 2 * g, lows[i & 1].after(32 * g).at(from), a[0][i],
-                a[1][i]);
-        }
-#pragma unroll
-        for (int f = 0; f < 2; ++f)
-          mma_signed_32(c[f], a[f][0], a[f][1], a[f][2], a[f][3], word_of(b[f], k),
-                        word_of(b[f], k + 1));
-      }
+    for (int k = 0; k < 2; ++k) {
+      unsigned a[4][4];  // of groups, in the order of A
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int f = i / 2, row = i & 1;
-        const int scale = scale_at(memory, at[row], 8 * half + 2 * g + 4 * f + part);
-        total[2 * row] += scale * c[f][2 * row];
-        total[2 * row + 1] += scale * c[f][2 * row + 1];
+        const unsigned up = ups[i & 1].at(4 * (i / 2));
+        codes(up << 2, lows[i & 1].at(4 * (i / 2)), a[0][i], a[2][i]);
+        codes(up, lows[i & 1].at(32 + 4 * (i / 2)), a[1][i], a[3][i]);
       }
+#pragma unroll
+      for (int f = 0; f < 4; ++f) {
+        const uint2 b = own_bytes<uint2>(bytes + 64 * f, lane);
+        mma_signed_32(c[f], a[f][0], a[f][1], a[f][2], a[f][3], b.x, b.y);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) lows[i].memory += 8, ups[i].memory += 8;
+      bytes += 8;
+    }
+    int total[4] = {}, own[2];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int f = i / 2, row = i & 1;
+      const int scale = scale_at(memory, at[row], 8 * half + 2 * f + part);
+      total[2 * row] += scale * c[f][2 * row];
+      total[2 * row + 1] += scale * c[f][2 * row + 1];
     }
     join_runs(total, own, lane);
     return finish(memory, p & 1 ? at[1] : at[0], own[0], own[1],

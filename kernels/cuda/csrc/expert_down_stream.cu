@@ -2,7 +2,7 @@
 // and with it the expert that every token takes. A block has 16 rows of all of them: their bytes,
 // contiguous whether they lie by tiles or by rows, are on their way to its shared memory before
 // tokens come; then a warp takes one chunk of one expert, or a few. -D FORMAT; OTHER, of the
-// expert that every token takes; ALONE 1 if there is none; WARPS, as many as a block may have;
+// expert that every token takes; ALONE 1 if there is none, else WARPS, as many as a block may have;
 // TILES 1 and MANY 0; PUSH 1, where what is made is this rank's part of a sum and goes to the
 // others at once.
 #include "expert_chunks.cuh"
@@ -20,7 +20,8 @@ using namespace voltapile;
 #ifndef PUSH
 #define PUSH 0
 #endif
-// So that one block finds room beside one of expert_up_stream with one token, and two do not.
+// 24 warps, of one token, find room beside a block of expert_up_stream, and twice as many do not:
+// of two blocks of a multiprocessor all others would wait for the second one.
 #if ALONE && !defined(VP_EMULATION)
 #define BOUNDS __maxnreg__((Equal<formats::FORMAT, formats::Q5_K>::value ? 64 : 56))
 #else
@@ -83,8 +84,8 @@ struct Rows {
 // grid: (rows / 16, tokens), as many warps as suit. inner: [tokens * used][k], other_inner
 // [tokens][other_k] or null; out [tokens][rows]: the weighted sum over a token's experts in the
 // order of `chosen`, then the one that all take. tiled: bit 0 if experts lie by tiles, 1 if the one
-// that all take does. What was chosen is there before the wait, since expert_up_stream is the
-// kernel before; so it has asked for all of its own weights.
+// that all take does. What was chosen is there before the wait, since expert_up_stream, the kernel
+// before, has waited for it.
 extern "C" __global__ void BOUNDS
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, const float* inner, float* out, int used, int k,
