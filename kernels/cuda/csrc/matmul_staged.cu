@@ -50,8 +50,9 @@ __device__ __forceinline__ void put_neighbours(float4 a, float4 b, const float4*
 constexpr int MOST_CHUNKS = 32;
 
 // The same of rows that are normed first, by weights `gain`, with the bits of norm.cu; the normed
-// rows go to `out`, if that is not null. share: 1 / k. grid: (tokens), a warp for each chunk. Nothing is decided, and
-// little is held, so that several blocks find room where a product leaves a multiprocessor.
+// rows go to `out`, if that is not null. share: 1 / k. grid: (tokens), a warp for each chunk.
+// Nothing is decided, and little is held, so that several blocks find room where a product leaves a
+// multiprocessor.
 extern "C" __global__ void __launch_bounds__(32 * MOST_CHUNKS)
     norm_tokens(const float* x, const float* gain, float* out, std::uint8_t* records,
                 std::uint8_t* other_records, int k, int tokens, float share, float eps) {
