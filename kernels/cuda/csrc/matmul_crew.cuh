@@ -1,21 +1,24 @@
 // What matmul_cluster.cu is made of: which tiles and chunks a warp takes, where they lie, its ring,
 // and the block's shared memory. -D as there.
+//
+// Warps come in groups of four, which multiply with the same tokens (matmul_crowd.cuh).
 #pragma once
 #include "cluster.cuh"
 #include "matmul_crowd.cuh"
 #include "matmul_epilogue.cuh"
 
-#if VP_ARCH >= 900
+#if VP_ARCH == 900
 namespace voltapile {
 
 constexpr int CLASSES = SPLIT;
 constexpr int ROOM = 8 * PASSES, TOKENS = ROOM / CLASSES;  // of all blocks; whose sums one adds
-static_assert(CLASSES == WARPS && ROOM % CLASSES == 0 && HELD <= 2);
+static_assert(CLASSES == WARPS && ROOM % CLASSES == 0 && CREW % GROUP_WARPS == 0);
 
 struct Launch {
   Matrix matrices[3];
   const float* x;
-  int k, first_token, tokens, depth, boxes, crew;  // tokens: of this turn; crew: warps of a block
+  int k, first_token, tokens, depth, boxes;  // tokens: of this turn
+  int crew, owners;                          // warps of a block; those that ever have a tile
   int rank;                                  // of the block, and its class
   Epilogue kind;
 
@@ -61,51 +64,60 @@ template <class F>
 struct CrewMemory {
   using M = ChunkMemory<F>;
   using C = Codec<F>;
-  using Staged = typename M::Staged;
+  using Staged = typename CrowdTokens<F>::Staged;
   static constexpr int COLUMNS = 32 * C::GROUPS;
   static constexpr int CHUNK = Dense<F>::SIZE;
   static constexpr int SCALES = M::HAS_SCALES ? M::SCALES : 0;
-  static constexpr int SLOT = (Staged::PER_TOKEN * ROOM + 15) / 16 * 16;  // of a chunk's tokens
+  static __device__ constexpr int slot() {  // of a chunk's tokens
+    if constexpr (CrowdTokens<F>::IS_BLOCK)
+      return Staged::bytes(ROOM);
+    else
+      return (Staged::PER_TOKEN * ROOM + 15) / 16 * 16;
+  }
+  static constexpr int SLOT = slot();
 };
 
-// What the warps of a block have to do: tiles from begin to end, HELD neighbours a warp, a round of
-// `crew` warps after the other, each with all `slots` chunks of the class. If so few are left for
-// the last round that there is a warp for each of their chunks (`most`, in any class), warps take a
-// chunk each.
+// What the warps of a block have to do: tiles from begin to end, a round of `crew` warps after the
+// other, each with all `slots` chunks of the class. If so few are left for the last round that
+// there is a group of warps for each of their chunks (`most`, in any class), groups take a chunk
+// each.
 struct Work {
   int crew, begin, end, slots, warp, rounds;
-  int parts, mate, part;  // of the last round: of a tile, and which this warp takes of which
+  int parts, mate, part;  // of the last round: of tiles, and which this warp's group takes of which
 
+  // first: the warp with a tile's first part. is_in: there is a tile; a warp without one comes
+  // along if there is any for its group, is_busy.
   struct Task {
-    int tile, number, from, to, parts, part;  // tile: the first; number: of the warps' in a round
-    bool is_in;
+    int tile, first, from, to, parts, part;
+    bool is_in, is_busy;
   };
   __device__ __forceinline__ Work(int crew, const Share& share, int slots, int most, int warp)
       : crew(crew), begin(share.begin), end(share.end), slots(slots), warp(warp) {
-    const int count = (end - begin + HELD - 1) / HELD;
+    const int count = end - begin, group = warp / GROUP_WARPS;
     rounds = Share::quotient(count + crew - 1, share.by_crew);
     const int left = count - (rounds - 1) * crew;
-    parts = left < crew && left * most <= crew ? most : 1;
-    mate = parts > 1 ? Share::quotient(warp, share.by_most) : warp, part = warp - mate * parts;
+    const int groups = (left + GROUP_WARPS - 1) / GROUP_WARPS;
+    parts = left < crew && GROUP_WARPS * groups * most <= crew ? most : 1;
+    mate = parts > 1 ? Share::quotient(group, share.by_most) : group, part = group - mate * parts;
   }
   __device__ __forceinline__ bool shares(int round) const { return parts > 1 && is_last(round); }
   __device__ __forceinline__ bool is_last(int round) const { return round == rounds - 1; }
   __device__ __forceinline__ Task task(int round) const {
-    const bool is_shared = shares(round);
-    const int number = is_shared ? mate : warp, tile = begin + HELD * (round * crew + number);
-    if (!is_shared) return {tile, number, 0, slots, 1, 0, tile < end};
-    return {tile, number, part, min(part + 1, slots), parts, part, tile < end};
-  }
-  // The i-th of a warp's tiles, or its last.
-  __device__ __forceinline__ int tile(const Task& task, int i) const {
-    return min(task.tile + i, end - 1);
+    const int own = warp % GROUP_WARPS, tiles = begin + round * crew;  // of this round
+    if (!shares(round)) {
+      const int tile = tiles + warp;
+      return {tile, warp, 0, slots, 1, 0, tile < end, tile - own < end};
+    }
+    const int tile = tiles + GROUP_WARPS * mate + own;
+    return {tile,  warp - GROUP_WARPS * part, part,           min(part + 1, slots), parts, part,
+            tile < end, tile - own < end};
   }
 };
 
-// A warp's ring of chunks, HELD at a place, each with a bell, and the place that is next.
+// A warp's ring of chunks, each with a bell, and the place that is next.
 template <class F>
 struct Ring {
-  static constexpr int PLACE = HELD * CrewMemory<F>::CHUNK;
+  static constexpr int PLACE = CrewMemory<F>::CHUNK;
   std::uint8_t* memory;
   Bell* bells;
   int depth, place = 0;
@@ -128,7 +140,7 @@ struct Fetch {
   const Work& work;
   unsigned mask;
   int row_bytes, round = 0, left;
-  const std::uint8_t* from[HELD];
+  const std::uint8_t* from;
 
   __device__ __forceinline__ Fetch(const Launch& all, const Work& work, unsigned mask,
                                    int row_bytes)
@@ -140,13 +152,10 @@ struct Fetch {
     if (left <= 0) return;
     if (is_elected()) {
       std::uint8_t* to = ring.memory + place * Ring<F>::PLACE;
-      expect(ring.bells + place, Ring<F>::PLACE);
-#pragma unroll
-      for (int i = 0; i < HELD; ++i)
-        copy_whole(to + i * M::CHUNK, from[i], M::CHUNK, ring.bells + place);
+      expect(ring.bells + place, M::CHUNK);
+      copy_whole(to, from, M::CHUNK, ring.bells + place);
     }
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) from[i] += CLASSES * M::CHUNK;
+    from += CLASSES * M::CHUNK;
     if (--left > 0) return;
     ++round;
     find();
@@ -159,15 +168,13 @@ struct Fetch {
     const Work::Task task = work.task(round);
     if (!task.is_in) return;
     left = task.to - task.from;
-#pragma unroll
-    for (int i = 0; i < HELD; ++i)
-      from[i] = Place(all, mask, work.tile(task, i)).begin(row_bytes) +
-                (all.rank + CLASSES * task.from) * M::CHUNK;
+    from = Place(all, mask, task.tile).begin(row_bytes) +
+           (all.rank + CLASSES * task.from) * M::CHUNK;
   }
 };
 
-constexpr int LETTER = CLASSES * TOKENS * 8;  // of pairs, for a tile
-constexpr int LETTERS = HELD * LETTER * sizeof(float2);  // bytes of a warp's
+constexpr int LETTER = CLASSES * TOKENS * 8;  // of pairs, for a tile or a part of one
+constexpr int LETTER_BYTES = LETTER * sizeof(float2);
 
 // Where things are in the block's shared memory.
 template <class F>
@@ -181,18 +188,19 @@ struct Memory {
   // most: chunks of a class.
   __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int most)
       : bells(reinterpret_cast<Bell*>(shared)),
-        box_pairs(all.crew * HELD * LETTER),
+        box_pairs(all.owners * LETTER),
         ring_bells(all.crew * all.depth) {
     const int count = ring_bells + most;
     boxes = reinterpret_cast<float2*>(chunk_bell(most + (count & 1)));
     rings = reinterpret_cast<std::uint8_t*>(box(all.boxes));
-    tokens = rings + all.crew * ring_bytes(all);
+    tokens = rings + all.owners * ring_bytes(all);
   }
   static __device__ __forceinline__ int ring_bytes(const Launch& all) {
     return all.depth * Ring<F>::PLACE + M::SCALES;
   }
+  // Who never has a tile reads another's ring.
   __device__ __forceinline__ Ring<F> ring(const Launch& all, int warp) const {
-    return {rings + warp * ring_bytes(all), bells + 2 * CREW + warp * all.depth, all.depth};
+    return {rings + min(warp, all.owners - 1) * ring_bytes(all), bells + 2 * CREW + warp * all.depth, all.depth};
   }
   __device__ __forceinline__ float2* box(int i) const { return boxes + i * box_pairs; }
   __device__ __forceinline__ Bell* bells_of(int box) const { return bells + box * CREW; }

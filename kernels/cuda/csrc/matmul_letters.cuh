@@ -3,22 +3,22 @@
 #pragma once
 #include "matmul_crew.cuh"
 
-#if VP_ARCH >= 900
+#if VP_ARCH == 900
 namespace voltapile {
 
-// Sums on their way to their owner: [tile or part of one][class][token][8] pairs of rows.
-__device__ __forceinline__ int pair_at(int number, int which, int token, int pair) {
-  return ((number * CLASSES + which) * TOKENS + token) * 8 + pair;
+// Sums on their way to their owner: [warp][class][token][8] pairs of rows.
+__device__ __forceinline__ int pair_at(int warp, int which, int token, int pair) {
+  return ((warp * CLASSES + which) * TOKENS + token) * 8 + pair;
 }
 
 // To all blocks: what they own of this warp's sums.
-__device__ __forceinline__ void send_sums(const float (&total)[PASSES][Tile::VALUES], float2* box,
-                                          Bell* bell, int number, int which, const Tile& tile) {
+__device__ __forceinline__ void send_sums(const Sums& total, float2* box, Bell* bell, int warp,
+                                          int which, const Tile& tile) {
 #pragma unroll
   for (int i = 0; i < 2 * PASSES; ++i) {
     const int token = 8 * (i / 2) + tile.sum_token(i % 2);
     send({total[i / 2][i % 2], total[i / 2][2 + i % 2]},
-         box + pair_at(number, which, token % TOKENS, tile.lane >> 2), bell, token / TOKENS);
+         box + pair_at(warp, which, token % TOKENS, tile.lane >> 2), bell, token / TOKENS);
   }
 }
 
@@ -43,11 +43,11 @@ struct Finish {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       is_there[i] = own < TOKENS && token < all.tokens &&
-                    (HELD > 1 || !all.is_glu() || (tile & 1) == i);
+                    (!all.is_glu() || (tile & 1) == i);
       if (is_there[i] && all.kind == ADD) before[i] = out[8 * i];
     }
   }
-  // letter: what all classes have sent of a tile; its parts lie HELD letters behind each other.
+  // letter: what all classes have sent of a tile; its parts are of warps of one group each.
   __device__ __forceinline__ float2 sum_of(const float2* letter, int parts) const {
     letter += pair_at(0, 0, own, pair);
     float2 whole[CLASSES], sum{0, 0};
@@ -57,7 +57,7 @@ struct Finish {
     for (int n = 1; n < parts; ++n)
 #pragma unroll
       for (int which = 0; which < CLASSES; ++which)
-        add(whole[which], letter[pair_at(n * HELD, which, 0, 0)]);
+        add(whole[which], letter[pair_at(n * GROUP_WARPS, which, 0, 0)]);
 #pragma unroll
     for (int which = 0; which < CLASSES; ++which) add(sum, whole[which]);
     return sum;
@@ -66,25 +66,20 @@ struct Finish {
     sum.x += part.x;
     sum.y += part.y;
   }
-  // letter: of this tile, or of a gate, and `up` behind it its up's.
-  __device__ __forceinline__ void write(const float2* letter, int up, int parts) const {
+  // letter: of this tile, or of a gate, and behind it its up's.
+  __device__ __forceinline__ void write(const float2* letter, int parts) const {
     if (!is_there[0] && !is_there[1]) return;
     float2 value{0, 0}, gate;
 #pragma unroll 1
     for (int half = 0; half <= all.is_glu(); ++half) {  // one path for a gate and its up
       gate = value;
-      value = sum_of(letter + half * up, parts);
+      value = sum_of(letter + half * LETTER, parts);
       const float* add_to = half ? up_bias : bias;
       if (add_to != nullptr) add(value, {add_to[row], add_to[row + 8]});
     }
     if (all.is_glu()) {
-#pragma unroll 1
-      for (int i = 0; i < HELD; ++i) {  // with one tile at once this lane has one row
-        const bool is_first = HELD > 1 ? i == 0 : is_there[0];
-        const float slope = is_first ? gate.x : gate.y, sum = is_first ? value.x : value.y;
-        if (is_first ? is_there[0] : is_there[1])
-          out[is_first ? 0 : 8] = activated(slope, all.kind) * sum;
-      }
+      const float slope = is_there[0] ? gate.x : gate.y, sum = is_there[0] ? value.x : value.y;
+      out[is_there[0] ? 0 : 8] = activated(slope, all.kind) * sum;
       return;
     }
     if (is_there[0]) out[0] = all.kind == ADD ? before[0] + value.x : value.x;
@@ -103,22 +98,18 @@ __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
   const int box = all.boxes > 1 ? round & 1 : 0, uses = all.boxes > 1 ? round >> 1 : round;
   Bell* bells = memory.bells_of(box);
   if (task.part == 0) {
-    // A gate and its up: of two warps, or of one. What others send lies in this block's shared
-    // memory, too, which no cache hides; by PTX's scopes it would take `await`.
-    const int mates = all.is_glu() ? 2 / HELD : 1, first = (task.number & -mates) * task.parts;
-    const int up = LETTER * (HELD > 1 ? 1 : task.parts);
-    const int most = HELD > 1 && all.is_glu() ? 1 : HELD;
+    // A gate and its up are two warps'. What others send lies in this block's shared memory, too,
+    // which no cache hides; by PTX's scopes it would take `await`.
+    const int glu = all.is_glu(), first = task.first & ~glu;
+    const Finish finish(all, mask, task.tile, lane);
 #pragma unroll 1
-    for (int i = 0; i < min(most, work.end - task.tile); ++i) {
-      const Finish finish(all, mask, task.tile + i, lane);
-#pragma unroll 1
-      for (int n = 0; n < mates * task.parts; ++n) await_own(bells + first + n, ~uses & 1);
-      finish.write(memory.box(box) + (first * HELD + i) * LETTER, up, task.parts);
-    }
+    for (int n = 0; n < task.parts << glu; ++n)
+      await_own(bells + first + (n & glu) + GROUP_WARPS * (n >> glu), ~uses & 1);
+    finish.write(memory.box(box) + first * LETTER, task.parts);
   }
   const int next = round + all.boxes;
   if (lane == 0 && next < work.rounds && work.task(next).is_in)
-    expect(bells + work.warp, LETTERS);
+    expect(bells + work.warp, LETTER_BYTES);
   __syncwarp();
 }
 

@@ -62,7 +62,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   return out;
 }
 
-constexpr int SHARED_BYTES = 1024 << 10, FENCE = 4096;
+constexpr int SHARED_BYTES = 8 * 228 << 10, FENCE = 4096;
 alignas(128) inline std::uint8_t shared[SHARED_BYTES + FENCE];
 
 namespace emulation {

@@ -64,6 +64,80 @@ inline void mma_16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsi
   });
 }
 
+// wgmma m64nNk16 with A in registers: of each of four warps as m16n8k16. B (K major, not swizzled)
+// lies in pieces of eight columns n, 16 bytes of k each; what is eight k further is `lead` behind,
+// what is eight n further 128 bytes. Sums come when they are waited for, and till then are NaNs. All
+// four warps must come, with the same B.
+struct Pieces {
+  const std::uint8_t* at;
+  int lead;
+  Pieces(const std::uint8_t* at, int lead) : at(at), lead(lead) {}
+  void skip(int bytes) { at += bytes; }
+  Pieces after(int bytes) const { return {at + bytes, lead}; }
+  float value(int k, int n) const {
+    const std::uint8_t* place = at + n / 8 * 128 + k / 8 * lead + n % 8 * 16 + k % 8 * 2;
+    return emulation::half(*reinterpret_cast<const std::uint16_t*>(place));
+  }
+};
+namespace together {
+struct Made {
+  float* at;
+  float values[4][4];
+  bool is_begun;
+};
+inline Made made[emulation::MOST_THREADS];
+struct Group {
+  emulation::Barrier barrier;
+  const std::uint8_t* at[2][4];
+};
+inline Group groups[emulation::MOST_THREADS / 128];
+inline void meet(Pieces b) {
+  if (blockDim.x % 128 || reinterpret_cast<std::uintptr_t>(b.at) % 16) abort();
+  Group& own = groups[emulation::current / 128];
+  auto& at = own.at[own.barrier.generation & 1];
+  at[emulation::current / 32 % 4] = b.at;
+  emulation::meet(own.barrier, 128);
+  for (const std::uint8_t* other : at)
+    if (other != b.at) abort();
+}
+}  // namespace together
+
+inline void show_tokens() {}
+template <class T>
+void begin_products(T&) {
+  together::made[emulation::current].is_begun = true;
+}
+inline void commit_products() {}
+template <bool ADDS, int PASSES>
+void multiply_together(float (&c)[PASSES][4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                       Pieces b) {
+  together::meet(b);
+  together::Made& own = together::made[emulation::current];
+  if (!own.is_begun || (ADDS && own.at != c[0])) abort();
+  own.at = c[0];
+  for (int pass = 0; pass < PASSES; ++pass) {
+    if (!ADDS) memset(own.values[pass], 0, sizeof own.values[pass]);
+    emulation::product(
+        own.values[pass], {a0, a1, a2, a3}, [&](emulation::AllHalves all, int lane, int e) {
+          const int row = lane / 4 + 8 * (e / 2), n = 8 * pass + 2 * (lane % 4) + e % 2;
+          double sum = 0;
+          for (int k = 0; k < 16; ++k) {
+            const float a = all[4 * (row % 8) + k % 8 / 2].x[2 * (row / 8 + 2 * (k / 8)) + k % 2];
+            sum += static_cast<double>(a) * b.value(k, n);
+          }
+          return sum;
+        });
+  }
+  memset(c, 0xff, sizeof c);
+}
+template <int PASSES>
+void await_products(float (&c)[PASSES][4]) {
+  together::Made& own = together::made[emulation::current];
+  if (own.at != c[0]) abort();
+  memcpy(c, own.values, sizeof c);
+  own = {};
+}
+
 // m16n8k8: as the first half of m16n8k16.
 inline void mma_1688(float (&c)[4], unsigned a0, unsigned a1, unsigned b0) {
   emulation::product(c, {a0, a1, b0}, [](emulation::AllHalves all, int lane, int e) {
