@@ -113,10 +113,11 @@ void multiply_together(float (&c)[PASSES][4], unsigned a0, unsigned a1, unsigned
                        Pieces b) {
   together::meet(b);
   together::Made& own = together::made[emulation::current];
-  if (!own.is_begun || (ADDS && own.at != c[0])) abort();
+  if (!own.is_begun || (own.at && (!ADDS || own.at != c[0]))) abort();
+  if (!own.at) memcpy(own.values, c, sizeof c);
+  if (!ADDS) memset(own.values, 0, sizeof own.values);
   own.at = c[0];
   for (int pass = 0; pass < PASSES; ++pass) {
-    if (!ADDS) memset(own.values[pass], 0, sizeof own.values[pass]);
     emulation::product(
         own.values[pass], {a0, a1, a2, a3}, [&](emulation::AllHalves all, int lane, int e) {
           const int row = lane / 4 + 8 * (e / 2), n = 8 * pass + 2 * (lane % 4) + e % 2;
