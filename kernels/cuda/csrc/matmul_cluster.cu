@@ -78,13 +78,14 @@ __device__ __forceinline__ void stage_tokens(const Launch& all, const Memory<F>&
 // A warp's chunks of a tile; what is fetched meanwhile goes to the places that become free. Who has
 // no tile multiplies whatever lies there. awaited: chunks whose tokens may still be on their way.
 template <class F>
-__device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const Work::Task& task,
-                                                Fetch<F>& fetch, Ring<F>& ring, int awaited,
-                                                const Tile& tile, Sums& total) {
+__device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const Work& work,
+                                                int round, Fetch<F>& fetch, Ring<F>& ring,
+                                                int awaited, const Tile& tile, Sums& total) {
+  const bool is_in = round < work.own_rounds;
 #pragma unroll 1
-  for (int n = task.from; n < task.to; ++n) {
+  for (int n = work.from(round); n < work.to(round); ++n) {
     if (n < awaited) await_own(memory.chunk_bell(n), true);
-    if (task.is_in) ring.await_here();
+    if (is_in) ring.await_here();
     add_chunk<F>(ring.memory, ring.here(), ring.behind(), memory.slot(n), tile, total);
     __syncwarp();  // what was read may be overwritten
     fetch.begin(ring, ring.place);
@@ -116,7 +117,7 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   if (lane < all.boxes) {
     Bell* bell = memory.bells_of(lane) + warp;
     make_bell(bell);
-    if (lane < work.rounds && work.task(lane).is_in) expect(bell, LETTER_BYTES);
+    if (lane < work.own_rounds) expect(bell, LETTER_BYTES);
   }
   if (warp == 0 && lane < work.slots) make_bell(memory.chunk_bell(lane));
   __syncthreads();
@@ -128,22 +129,22 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   } else if constexpr (Order<F>::IS_BLOCK) {
     if (warp == 0 && work.rounds > 0) copy_tokens<F>(all, records, memory, work.slots, lane);
   }
+  const int token = own_token(all, lane);
   for (int round = 0; round <= work.rounds; ++round) {
     Sums total = {};
     const bool is_over = round == work.rounds;
-    const Work::Task task = work.task(round);
-    if (Order<F>::IS_BLOCK ? task.is_busy : task.is_in)
-      multiply_chunks(memory, task, fetch, ring, is_copied && round == 0 ? work.slots : 0,
+    if (round < (Order<F>::IS_BLOCK ? work.busy_rounds : work.own_rounds))
+      multiply_chunks(memory, work, round, fetch, ring, is_copied && round == 0 ? work.slots : 0,
                       Tile{lane}, total);
     if (round == 0) cluster_wait();  // nobody is sent anything who has not begun
     if (round > 0) {
       // Whose bells are awaited by another warp must have seen them ring for the rounds before.
       if (is_over && work.shares(round - 1)) __syncthreads();
-      finish_tile(all, work, memory, mask, round - 1, lane);
+      finish_tile(all, work, memory, mask, round - 1, token, lane);
       if (!is_over && all.boxes == 1) cluster_arrive(), cluster_wait();  // all have read
     }
     const int box = all.boxes > 1 ? round & 1 : 0;
-    if (task.is_in)
+    if (round < work.own_rounds)
       send_sums(total, memory.box(box), memory.bells_of(box) + warp, warp, all.rank, Tile{lane});
   }
 }
@@ -155,8 +156,8 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
                    const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
                    const float* x, const std::uint8_t* records, const std::uint8_t* other_records,
                    int k, int tokens, int room, int epilogue, int others, int depth, int boxes,
-                   int owners, int by_crew, int by_most, int units, int more, int first_other, int other_units,
-                   int other_more) {
+                   int owners, int by_crew, int by_most, int units, int more, int first_other,
+                   int other_units, int other_more) {
 #if VP_ARCH == 900
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();

@@ -82,35 +82,36 @@ struct CrewMemory {
 // there is a group of warps for each of their chunks (`most`, in any class), groups take a chunk
 // each.
 struct Work {
-  int crew, begin, end, slots, warp, rounds;
-  int parts, mate, part;  // of the last round: of tiles, and which this warp's group takes of which
+  int crew, slots, warp, rounds;
+  int own_rounds, busy_rounds;  // in which this warp has a tile; in which any of its group has one
+  int first_tile, last_tile;    // of this warp
+  int parts, part;              // of the last round's tiles, and which of them this warp takes
 
-  // first: the warp with a tile's first part. is_in: there is a tile; a warp without one comes
-  // along if there is any for its group, is_busy.
-  struct Task {
-    int tile, first, from, to, parts, part;
-    bool is_in, is_busy;
-  };
   __device__ __forceinline__ Work(int crew, const Share& share, int slots, int most, int warp)
-      : crew(crew), begin(share.begin), end(share.end), slots(slots), warp(warp) {
-    const int count = end - begin, group = warp / GROUP_WARPS;
+      : crew(crew), slots(slots), warp(warp), first_tile(share.begin + warp) {
+    const int count = share.end - share.begin, group = warp / GROUP_WARPS;
     rounds = Share::quotient(count + crew - 1, share.by_crew);
-    const int left = count - (rounds - 1) * crew;
+    const int before = (rounds - 1) * crew, left = count - before;
     const int groups = (left + GROUP_WARPS - 1) / GROUP_WARPS;
     parts = left < crew && GROUP_WARPS * groups * most <= crew ? most : 1;
-    mate = parts > 1 ? Share::quotient(group, share.by_most) : group, part = group - mate * parts;
+    const int mate = parts > 1 ? Share::quotient(group, share.by_most) : group;
+    part = group - mate * parts;
+    if (parts == 1) part = 0;
+    const int own = warp % GROUP_WARPS, last = share.begin + before + GROUP_WARPS * mate;
+    last_tile = last + own;
+    own_rounds = rounds - (last + own >= share.end);
+    busy_rounds = rounds - (last >= share.end);
   }
-  __device__ __forceinline__ bool shares(int round) const { return parts > 1 && is_last(round); }
-  __device__ __forceinline__ bool is_last(int round) const { return round == rounds - 1; }
-  __device__ __forceinline__ Task task(int round) const {
-    const int own = warp % GROUP_WARPS, tiles = begin + round * crew;  // of this round
-    if (!shares(round)) {
-      const int tile = tiles + warp;
-      return {tile, warp, 0, slots, 1, 0, tile < end, tile - own < end};
-    }
-    const int tile = tiles + GROUP_WARPS * mate + own;
-    return {tile,  warp - GROUP_WARPS * part, part,           min(part + 1, slots), parts, part,
-            tile < end, tile - own < end};
+  __device__ __forceinline__ bool shares(int round) const {
+    return parts > 1 && round == rounds - 1;
+  }
+  __device__ __forceinline__ int tile(int round) const {
+    return shares(round) ? last_tile : first_tile + round * crew;
+  }
+  // Chunks of a round's tile.
+  __device__ __forceinline__ int from(int round) const { return shares(round) ? part : 0; }
+  __device__ __forceinline__ int to(int round) const {
+    return shares(round) ? min(part + 1, slots) : slots;
   }
 };
 
@@ -119,12 +120,13 @@ template <class F>
 struct Ring {
   static constexpr int PLACE = CrewMemory<F>::CHUNK;
   std::uint8_t* memory;
+  int own;  // where the warp's places begin
   Bell* bells;
   int depth, place = 0;
   bool is_odd = true;
 
-  __device__ __forceinline__ int here() const { return place * PLACE; }
-  __device__ __forceinline__ std::uint8_t* behind() const { return memory + depth * PLACE; }
+  __device__ __forceinline__ int here() const { return own + place * PLACE; }
+  __device__ __forceinline__ std::uint8_t* behind() const { return memory + own + depth * PLACE; }
   __device__ __forceinline__ void await_here() const { await_own(bells + place, is_odd); }
   __device__ __forceinline__ void next() {
     if (++place < depth) return;
@@ -151,7 +153,7 @@ struct Fetch {
   __device__ __forceinline__ void begin(const Ring<F>& ring, int place) {
     if (left <= 0) return;
     if (is_elected()) {
-      std::uint8_t* to = ring.memory + place * Ring<F>::PLACE;
+      std::uint8_t* to = ring.memory + ring.own + place * Ring<F>::PLACE;
       expect(ring.bells + place, M::CHUNK);
       copy_whole(to, from, M::CHUNK, ring.bells + place);
     }
@@ -164,45 +166,45 @@ struct Fetch {
  private:
   __device__ __forceinline__ void find() {
     left = 0;
-    if (round >= work.rounds) return;
-    const Work::Task task = work.task(round);
-    if (!task.is_in) return;
-    left = task.to - task.from;
-    from = Place(all, mask, task.tile).begin(row_bytes) +
-           (all.rank + CLASSES * task.from) * M::CHUNK;
+    if (round >= work.own_rounds) return;
+    const int first = work.from(round);
+    left = work.to(round) - first;
+    from = Place(all, mask, work.tile(round)).begin(row_bytes) +
+           (all.rank + CLASSES * first) * M::CHUNK;
   }
 };
 
-constexpr int LETTER = CLASSES * TOKENS * 8;  // of pairs, for a tile or a part of one
-constexpr int LETTER_BYTES = LETTER * sizeof(float2);
+constexpr int LETTER = 16 * CLASSES * TOKENS;  // floats, for a tile or a part of one
+constexpr int LETTER_BYTES = LETTER * sizeof(float);
 
 // Where things are in the block's shared memory.
 template <class F>
 struct Memory {
   using M = CrewMemory<F>;
   Bell* bells;  // [2][CREW] of sums, [crew][depth] of rings, then one of each chunk's tokens
-  int box_pairs, ring_bells;
-  float2* boxes;
+  int box_floats, ring_bells;
+  float* boxes;
   std::uint8_t *rings, *tokens;
 
   // most: chunks of a class.
   __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int most)
       : bells(reinterpret_cast<Bell*>(shared)),
-        box_pairs(all.owners * LETTER),
+        box_floats(all.owners * LETTER),
         ring_bells(all.crew * all.depth) {
     const int count = ring_bells + most;
-    boxes = reinterpret_cast<float2*>(chunk_bell(most + (count & 1)));
+    boxes = reinterpret_cast<float*>(chunk_bell(most + (count & 1)));
     rings = reinterpret_cast<std::uint8_t*>(box(all.boxes));
     tokens = rings + all.owners * ring_bytes(all);
   }
   static __device__ __forceinline__ int ring_bytes(const Launch& all) {
     return all.depth * Ring<F>::PLACE + M::SCALES;
   }
-  // Who never has a tile reads another's ring.
+  // Who never has a tile reads another's ring. Where it begins is not computed again.
   __device__ __forceinline__ Ring<F> ring(const Launch& all, int warp) const {
-    return {rings + min(warp, all.owners - 1) * ring_bytes(all), bells + 2 * CREW + warp * all.depth, all.depth};
+    const int own = __shfl_sync(~0u, min(warp, all.owners - 1) * ring_bytes(all), 0);
+    return {rings, own, bells + 2 * CREW + warp * all.depth, all.depth};
   }
-  __device__ __forceinline__ float2* box(int i) const { return boxes + i * box_pairs; }
+  __device__ __forceinline__ float* box(int i) const { return boxes + i * box_floats; }
   __device__ __forceinline__ Bell* bells_of(int box) const { return bells + box * CREW; }
   __device__ __forceinline__ Bell* chunk_bell(int n) const {
     return bells + 2 * CREW + ring_bells + n;

@@ -6,84 +6,82 @@
 #if VP_ARCH == 900
 namespace voltapile {
 
-// Sums on their way to their owner: [warp][class][token][8] pairs of rows.
-__device__ __forceinline__ int pair_at(int warp, int which, int token, int pair) {
-  return ((warp * CLASSES + which) * TOKENS + token) * 8 + pair;
+// Sums on their way to their owner: [warp][class][two tokens][8] times two rows of two tokens each.
+__device__ __forceinline__ int letter_at(int warp, int which, int token, int pair) {
+  return 2 * (((warp * CLASSES + which) * (TOKENS / 2) + token / 2) * 16 + 2 * pair + token % 2);
 }
 
 // To all blocks: what they own of this warp's sums.
-__device__ __forceinline__ void send_sums(const Sums& total, float2* box, Bell* bell, int warp,
+__device__ __forceinline__ void send_sums(const Sums& total, float* box, Bell* bell, int warp,
                                           int which, const Tile& tile) {
 #pragma unroll
-  for (int i = 0; i < 2 * PASSES; ++i) {
-    const int token = 8 * (i / 2) + tile.sum_token(i % 2);
-    send({total[i / 2][i % 2], total[i / 2][2 + i % 2]},
-         box + pair_at(warp, which, token % TOKENS, tile.lane >> 2), bell, token / TOKENS);
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const int token = 8 * pass + tile.sum_token(0);
+    const float(&own)[Tile::VALUES] = total[pass];
+    send(float4{own[0], own[2], own[1], own[3]},
+         reinterpret_cast<float4*>(box + letter_at(warp, which, token % TOKENS, tile.lane >> 2)),
+         bell, token / TOKENS);
   }
 }
 
-// What a lane has to do with the end of a tile: one token's sums of two rows. Of a gate and its up
-// that two warps have multiplied, these take a row each.
+// The token that is a lane's at the end of a tile, or -1 where none is. Not computed again.
+__device__ __forceinline__ int own_token(const Launch& all, int lane) {
+  const int own = lane >> 3, token = all.rank * TOKENS + own;
+  const bool is_there = own < TOKENS && token < all.tokens;
+  return __shfl_sync(~0u, is_there ? all.first_token + token : -1, lane);
+}
+
+// What a lane has to do with the end of a tile: two sums of one token. They are of two rows; or,
+// since two warps have multiplied a gate and its up, of one row's gate and its up.
 struct Finish {
   const Launch& all;
-  int pair, own, row;
-  bool is_there[2];
+  int token, row, other_row;
   float* out;
-  const float *bias, *up_bias;
+  const float *bias, *other_bias;
+  const float *letter, *other;
   float before[2] = {};
 
-  __device__ __forceinline__ Finish(const Launch& all, unsigned mask, int tile, int lane)
-      : all(all), pair(lane & 7), own(lane >> 3) {
+  // letters: what all classes have sent of this tile, or of a gate; its up's follow.
+  __device__ __forceinline__ Finish(const Launch& all, unsigned mask, const float* letters,
+                                    int tile, int token, int lane)
+      : all(all), token(token) {
     const Place place(all, mask, tile);
-    const int token = all.rank * TOKENS + own, rows = place.matrix.rows;
-    const Tile held{4 * pair};
-    row = place.row + held.sum_row(0);
-    bias = place.matrix.bias, up_bias = all.matrices[1].bias;
-    out = place.matrix.out + static_cast<long long>(all.first_token + token) * rows + row;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      is_there[i] = own < TOKENS && token < all.tokens &&
-                    (!all.is_glu() || (tile & 1) == i);
-      if (is_there[i] && all.kind == ADD) before[i] = out[8 * i];
-    }
+    const bool is_glu = all.is_glu();
+    const int second = is_glu ? tile & 1 : 0;
+    row = place.row + Tile{4 * (lane & 7)}.sum_row(0) + 8 * second;
+    other_row = is_glu ? row : row + 8;
+    bias = place.matrix.bias, other_bias = is_glu ? all.matrices[1].bias : bias;
+    letter = letters + letter_at(0, 0, lane >> 3, lane & 7) + second;
+    other = letter + (is_glu ? LETTER : 1);
+    out = place.matrix.out + static_cast<long long>(token) * place.matrix.rows + row;
+    if (token >= 0 && all.kind == ADD) before[0] = out[0], before[1] = out[8];
   }
-  // letter: what all classes have sent of a tile; its parts are of warps of one group each.
-  __device__ __forceinline__ float2 sum_of(const float2* letter, int parts) const {
-    letter += pair_at(0, 0, own, pair);
-    float2 whole[CLASSES], sum{0, 0};
+  // A tile's parts are of warps of one group each.
+  __device__ __forceinline__ void write(int parts) const {
+    if (token < 0) return;
+    float first[CLASSES], second[CLASSES], one = 0, two = 0;
 #pragma unroll
-    for (int which = 0; which < CLASSES; ++which) whole[which] = letter[pair_at(0, which, 0, 0)];
+    for (int which = 0; which < CLASSES; ++which) {
+      first[which] = letter[letter_at(0, which, 0, 0)];
+      second[which] = other[letter_at(0, which, 0, 0)];
+    }
 #pragma unroll 1
     for (int n = 1; n < parts; ++n)
 #pragma unroll
-      for (int which = 0; which < CLASSES; ++which)
-        add(whole[which], letter[pair_at(n * GROUP_WARPS, which, 0, 0)]);
+      for (int which = 0; which < CLASSES; ++which) {
+        first[which] += letter[letter_at(n * GROUP_WARPS, which, 0, 0)];
+        second[which] += other[letter_at(n * GROUP_WARPS, which, 0, 0)];
+      }
 #pragma unroll
-    for (int which = 0; which < CLASSES; ++which) add(sum, whole[which]);
-    return sum;
-  }
-  static __device__ __forceinline__ void add(float2& sum, float2 part) {
-    sum.x += part.x;
-    sum.y += part.y;
-  }
-  // letter: of this tile, or of a gate, and behind it its up's.
-  __device__ __forceinline__ void write(const float2* letter, int parts) const {
-    if (!is_there[0] && !is_there[1]) return;
-    float2 value{0, 0}, gate;
-#pragma unroll 1
-    for (int half = 0; half <= all.is_glu(); ++half) {  // one path for a gate and its up
-      gate = value;
-      value = sum_of(letter + half * LETTER, parts);
-      const float* add_to = half ? up_bias : bias;
-      if (add_to != nullptr) add(value, {add_to[row], add_to[row + 8]});
-    }
+    for (int which = 0; which < CLASSES; ++which) one += first[which], two += second[which];
+    if (bias != nullptr) one += bias[row];
+    if (other_bias != nullptr) two += other_bias[other_row];
     if (all.is_glu()) {
-      const float slope = is_there[0] ? gate.x : gate.y, sum = is_there[0] ? value.x : value.y;
-      out[is_there[0] ? 0 : 8] = activated(slope, all.kind) * sum;
+      out[0] = activated(one, all.kind) * two;
       return;
     }
-    if (is_there[0]) out[0] = all.kind == ADD ? before[0] + value.x : value.x;
-    if (is_there[1]) out[8] = all.kind == ADD ? before[1] + value.y : value.y;
+    out[0] = all.kind == ADD ? before[0] + one : one;
+    out[8] = all.kind == ADD ? before[1] + two : two;
   }
 };
 
@@ -92,24 +90,24 @@ struct Finish {
 template <class F>
 __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
                                             const Memory<F>& memory, unsigned mask, int round,
-                                            int lane) {
-  const Work::Task task = work.task(round);
-  if (!task.is_in) return;
+                                            int token, int lane) {
+  if (round >= work.own_rounds) return;
+  const bool is_shared = work.shares(round);
+  const int parts = is_shared ? work.parts : 1, part = is_shared ? work.part : 0;
   const int box = all.boxes > 1 ? round & 1 : 0, uses = all.boxes > 1 ? round >> 1 : round;
   Bell* bells = memory.bells_of(box);
-  if (task.part == 0) {
+  if (part == 0) {
     // A gate and its up are two warps'. What others send lies in this block's shared memory, too,
     // which no cache hides; by PTX's scopes it would take `await`.
-    const int glu = all.is_glu(), first = task.first & ~glu;
-    const Finish finish(all, mask, task.tile, lane);
+    const int glu = all.is_glu(), first = work.warp & ~glu;
+    const Finish finish(all, mask, memory.box(box) + first * LETTER, work.tile(round), token,
+                        lane);
 #pragma unroll 1
-    for (int n = 0; n < task.parts << glu; ++n)
+    for (int n = 0; n < parts << glu; ++n)
       await_own(bells + first + (n & glu) + GROUP_WARPS * (n >> glu), ~uses & 1);
-    finish.write(memory.box(box) + first * LETTER, task.parts);
+    finish.write(parts);
   }
-  const int next = round + all.boxes;
-  if (lane == 0 && next < work.rounds && work.task(next).is_in)
-    expect(bells + work.warp, LETTER_BYTES);
+  if (lane == 0 && round + all.boxes < work.own_rounds) expect(bells + work.warp, LETTER_BYTES);
   __syncwarp();
 }
 
