@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from voltapile.kernels.cuda import records, stream
+from voltapile.kernels.cuda import stream
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk
 from voltapile.kernels.cuda.launch import Instance
 from voltapile.kernels.cuda.tiles import ROWS
@@ -33,14 +33,13 @@ FORMATS = stream.FORMATS
 PASSES = (2, 4)  # times eight tokens, that a kernel multiplies at once
 
 
-def _crews(pair: tuple[str, str], passes: int) -> list[int]:
-    """Two formats of few tokens want more registers than 20 warps leave."""
-    is_hungry = pair[0] != pair[1] and passes == PASSES[0]
-    return [crew for crew in CREWS if not is_hungry or crew <= 16]
+def _crews(pair: tuple[str, str]) -> list[int]:
+    """Two formats want more registers than 20 warps leave."""
+    return [crew for crew in CREWS if pair[0] == pair[1] or crew <= 16]
 
 
 def _instance(pair: tuple[str, str], passes: int) -> Instance:
-    crew = max(_crews(pair, passes))
+    crew = max(_crews(pair))
     defines = {"FORMAT": pair[0], "OTHER": pair[1], "SPLIT": CLASSES, "CREW": crew}
     defines |= {"MANY": passes, "WARPS": CLASSES, "TILES": 1}
     named = tuple((key, str(value)) for key, value in defines.items())
@@ -96,10 +95,10 @@ def _deal(task: stream.Task, turns: int) -> Deal | None:
     counts = [task.tiles * n for each, more in shares for n in (each, each + (more > 0)) if n]
     tiles = max(counts)
     slots = -(-task.columns // (256 * CLASSES))
-    for crew, boxes, depth in _ways(task.pair, passes, tiles, slots):
+    for crew, boxes, depth in _ways(task.pair, tiles, slots):
         own_boxes = 1 if tiles <= crew else boxes
         owners = crew if _is_shared(min(counts), slots, crew) else min(crew, tiles)
-        most = max(_crews(task.pair, passes))
+        most = max(_crews(task.pair))
         sizes = slots, 8 * passes, crew, owners, most, depth, own_boxes
         shared = max(_shared_bytes(part, *sizes) for part in parts)
         if shared <= task.most_shared:
@@ -109,9 +108,7 @@ def _deal(task: stream.Task, turns: int) -> Deal | None:
     return None
 
 
-def _ways(
-    pair: tuple[str, str], passes: int, tiles: int, slots: int
-) -> Iterator[tuple[int, int, int]]:
+def _ways(pair: tuple[str, str], tiles: int, slots: int) -> Iterator[tuple[int, int, int]]:
     """Warps, boxes and chunks on their way, the best first: what takes least time. The last tiles
     may be shared."""
 
@@ -121,7 +118,7 @@ def _ways(
         last = _step(busy * slots) if _is_shared(left, slots, crew) else slots * _step(busy)
         return rounds * slots * _step(crew) + (last if left else 0)
 
-    for crew in sorted(_crews(pair, passes), key=cost):
+    for crew in sorted(_crews(pair), key=cost):
         yield from ((crew, *memory) for memory in MEMORY)
 
 
@@ -153,5 +150,4 @@ def _shared_bytes(
     """owners: warps that ever have a tile. most: that the kernel is compiled for."""
     warp = boxes * 64 * room + depth * ROWS * chunk.bytes + chunk.scale_bytes
     bells = 2 * most + crew * depth + slots
-    slot = records.seats_bytes(room) if chunk.is_block else chunk.slot_bytes(room)
-    return 8 * (bells + bells % 2) + owners * warp + slots * slot
+    return 8 * (bells + bells % 2) + owners * warp + slots * chunk.slot_bytes(room)

@@ -43,15 +43,8 @@ class Seating:
     seats: int
 
     def record_bytes(self, name: str, columns: int, tokens: int) -> int:
-        chunks = columns // COLUMNS
-        if not self.seats:
-            return chunks * CHUNKS[name].token_bytes * tokens
-        return -(-tokens // self.room) * chunks * seats_bytes(self.seats)
-
-
-def seats_bytes(seats: int) -> int:
-    """struct Seats of csrc/matmul_order.cuh."""
-    return 8 * (64 * seats + 16) + 36 * seats
+        places = -(-tokens // self.room) * self.seats if self.seats else tokens
+        return columns // COLUMNS * CHUNKS[name].token_bytes * places
 
 
 NONE = Seating(0, 0)

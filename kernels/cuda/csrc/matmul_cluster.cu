@@ -159,7 +159,7 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
                    int owners, int by_crew, int by_most, int units, int more, int first_other,
                    int other_units, int other_more) {
 #if VP_ARCH == 900
-  extern __shared__ __align__(128) std::uint8_t shared[];
+  extern __shared__ __align__(1024) std::uint8_t shared[];
   grid_launch();
   const int first = blockIdx.y * room;
   const Launch all{{{weights0, bias0, out0, rows0},

@@ -69,10 +69,7 @@ struct CrewMemory {
   static constexpr int CHUNK = Dense<F>::SIZE;
   static constexpr int SCALES = M::HAS_SCALES ? M::SCALES : 0;
   static __device__ constexpr int slot() {  // of a chunk's tokens
-    if constexpr (CrowdTokens<F>::IS_BLOCK)
-      return Staged::bytes(ROOM);
-    else
-      return (Staged::PER_TOKEN * ROOM + 15) / 16 * 16;
+    return (Staged::PER_TOKEN * ROOM + 15) / 16 * 16;
   }
   static constexpr int SLOT = slot();
 };
@@ -181,20 +178,21 @@ constexpr int LETTER_BYTES = LETTER * sizeof(float);
 template <class F>
 struct Memory {
   using M = CrewMemory<F>;
+  std::uint8_t* tokens;  // first, for they want a multiple of 1024 bytes
   Bell* bells;  // [2][CREW] of sums, [crew][depth] of rings, then one of each chunk's tokens
   int box_floats, ring_bells;
   float* boxes;
-  std::uint8_t *rings, *tokens;
+  std::uint8_t* rings;
 
   // most: chunks of a class.
   __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int most)
-      : bells(reinterpret_cast<Bell*>(shared)),
+      : tokens(shared),
+        bells(reinterpret_cast<Bell*>(shared + most * M::SLOT)),
         box_floats(all.owners * LETTER),
         ring_bells(all.crew * all.depth) {
     const int count = ring_bells + most;
     boxes = reinterpret_cast<float*>(chunk_bell(most + (count & 1)));
     rings = reinterpret_cast<std::uint8_t*>(box(all.boxes));
-    tokens = rings + all.owners * ring_bytes(all);
   }
   static __device__ __forceinline__ int ring_bytes(const Launch& all) {
     return all.depth * Ring<F>::PLACE + M::SCALES;

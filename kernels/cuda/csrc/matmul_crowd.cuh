@@ -25,24 +25,26 @@ struct Dense {
 
 // What a lane reads of tokens in the order of Seats.
 struct View {
-  static constexpr int ROOM = 8 * PASSES, LEAD = 16 * ROOM, GROUP = Seats::group_bytes(ROOM);
+  static constexpr int ROOM = 8 * PASSES;
   const std::uint8_t* memory;
   int lane;
 
-  __device__ __forceinline__ Pieces pieces() const { return Pieces(memory, LEAD); }
+  static __device__ __forceinline__ constexpr int place(int group) {
+    return Seats::ROW * ROOM * (group / 2) + 64 * (group % 2);
+  }
+  __device__ __forceinline__ Pieces pieces(int group) const {
+    return Pieces(memory).after(place(group));
+  }
   // Of the lane's token of eight, its unit.
   __device__ __forceinline__ Unit unit(int group, int pass) const {
-    const std::uint8_t* own = memory + LEAD * (lane >> 3) + 16 * (lane & 7);
-    Unit found;
-    matrices(found, own + GROUP * group + 128 * pass);
-    return found;
+    const int row = lane & 7, piece = 16 * ((lane >> 3) ^ row);
+    const int own = Seats::ROW * row + (group % 2 ? piece ^ 64 : piece);
+    return matrices(own + Seats::ROW * (ROOM * (group / 2) + 8 * pass));
   }
   // The same of sums, of two times eight tokens.
   __device__ __forceinline__ Unit pairs(int two) const {
-    const std::uint8_t* own = memory + LEAD * (lane >> 3 & 1) + 128 * (lane >> 4) + 16 * (lane & 7);
-    Unit found;
-    matrices(found, own + Seats::sums(ROOM) + 256 * two);
-    return found;
+    const int own = 16 * (lane >> 3 & 1) + 256 * (lane >> 4) + 32 * (lane & 7);
+    return matrices(own + Seats::sums(ROOM) + 512 * two);
   }
   // Of the tokens of the lane's sums.
   __device__ __forceinline__ float2 scales(int pass) const {
@@ -51,8 +53,10 @@ struct View {
   }
 
  private:
-  static __device__ __forceinline__ void matrices(Unit& unit, const std::uint8_t* own) {
-    load_matrices(unit.r, reinterpret_cast<const std::uint16_t*>(own));
+  __device__ __forceinline__ Unit matrices(int own) const {
+    Unit found;
+    load_matrices(found.r, reinterpret_cast<const std::uint16_t*>(memory + own));
+    return found;
   }
 };
 
@@ -91,7 +95,6 @@ struct Crowd<formats::Q4_K> {
       scales[i] = heads.scales(0), later[i] = heads.scales(1);
       two[i] = bytes_of(memory + at[i], p, 0);
     }
-    Pieces pieces = tokens.pieces();
     const unsigned zero = tile.lane >> 5;  // in a register, so that magic numbers are in some
     Sums sum = {};
 #pragma unroll
@@ -112,9 +115,8 @@ struct Crowd<formats::Q4_K> {
           Sums c;
           float scale[2];
           begin_products(a[odd]);
-          multiply_group<false>(c, a[odd], pieces, View::LEAD);
+          multiply_group<false>(c, a[odd], tokens.pieces(4 * four + 2 * run + odd));
           commit_products();
-          pieces.skip(View::GROUP);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {  // the last time for nobody
             if (odd) two[i] = bytes_of(memory + at[i], p, 2 * four + run + 1);
@@ -244,7 +246,6 @@ struct Crowd<formats::Q8_0> {
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       words[n & 1][n >> 1] = Words(memory, at[n >> 1] + 34 * (n & 1) + 2 + 8 * tile.unit(0));
-    Pieces pieces = tokens.pieces();
     Sums sum = {};
 #pragma unroll 1
     for (int pair = 0; pair < 4; ++pair) {
@@ -261,9 +262,8 @@ struct Crowd<formats::Q8_0> {
           a[i].r[2 * n + 1] = half_add(__byte_perm(w, 0x64646464, 0x4342), SHIFT_OF_PAIRS);
         }
         begin_products(a);
-        multiply_group<false>(c, a, pieces, View::LEAD);
+        multiply_group<false>(c, a, tokens.pieces(2 * pair + odd));
         commit_products();
-        pieces.skip(View::GROUP);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           d[i] = half_value(

@@ -108,30 +108,44 @@ struct Records {
   }
 };
 
-// The same as matmul_crowd.cuh wants them, for `room` tokens, 16 or 32, that come together:
-//   units   [8] groups of [4][room][4] words: register i of units; a word of a lane is four bytes
-//           of a row of 16, and eight such rows are what the tensor core reads (warpgroup.cuh).
-//           Groups lie 16 bytes further apart, so that lanes that write meet distinct banks.
-//   sums    [2][room][4]: of Q4_K pairs, then what they leave
+// The same as matmul_crowd.cuh wants them, for `room` tokens, 16 or 32, that come together, from a
+// multiple of 1024 bytes on:
+//   units   [4] pairs of groups of [room] rows of 8 pieces of 16 bytes: piece 4 odd + i has register
+//           i of the group's four units. In a row, piece c lies where c ^ row % 8 would: as the
+//           tensor core reads them (warpgroup.cuh), and so that nobody meets a bank twice.
+//   sums    [room][2][4]: of Q4_K pairs, then what they leave
 //   scales  [room]
 struct Seats {
+  static constexpr int PER_TOKEN = 576, ROW = 128;
   std::uint8_t* memory;
   int room;
 
-  static __device__ constexpr int group_bytes(int room) { return 64 * room + 16; }
-  static __device__ constexpr int sums(int room) { return 8 * group_bytes(room); }
-  static __device__ constexpr int scales(int room) { return sums(room) + 32 * room; }
-  static __device__ constexpr int bytes(int room) { return scales(room) + 4 * room; }
+  static __device__ constexpr int sums(int room) { return 512 * room; }
+  static __device__ constexpr int scales(int room) { return 544 * room; }
+  static __device__ constexpr int bytes(int room) { return PER_TOKEN * room; }
 
+  // Lane 4 j + p has unit p of group j. Four lanes turn theirs, so that each has a piece.
   __device__ __forceinline__ void put_unit(int token, const Unit& unit, int lane) const {
-    std::uint8_t* own = memory + (lane >> 2) * group_bytes(room) + 16 * token + 4 * (lane & 3);
+    const bool is_odd = lane & 1, is_upper = lane & 2;
+    unsigned pairs[2][2];  // of registers 0 or 1, and 2 or 3, of two lanes
 #pragma unroll
-    for (int i = 0; i < 4; ++i) *reinterpret_cast<unsigned*>(own + 16 * room * i) = unit.r[i];
+    for (int i = 0; i < 2; ++i) {
+      const unsigned even = unit.r[2 * i], odd = unit.r[2 * i + 1];
+      const unsigned other = __shfl_xor_sync(~0u, is_odd ? even : odd, 1);
+      pairs[i][0] = is_odd ? other : even, pairs[i][1] = is_odd ? odd : other;
+    }
+    unsigned others[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      others[i] = __shfl_xor_sync(~0u, is_upper ? pairs[0][i] : pairs[1][i], 2);
+    const uint4 piece = is_upper ? uint4{others[0], others[1], pairs[1][0], pairs[1][1]}
+                                 : uint4{pairs[0][0], pairs[0][1], others[0], others[1]};
+    std::uint8_t* row = memory + ((lane >> 3) * room + token) * ROW;
+    *reinterpret_cast<uint4*>(row + 16 * ((lane ^ token) & 7)) = piece;
   }
   __device__ __forceinline__ void put_pair(int token, uint2 pair, int i) const {
-    std::uint8_t* own = memory + sums(room) + 16 * token + 4 * i;
-    *reinterpret_cast<unsigned*>(own) = pair.x;
-    *reinterpret_cast<unsigned*>(own + 16 * room) = pair.y;
+    unsigned* own = reinterpret_cast<unsigned*>(memory + sums(room) + 32 * token) + i;
+    own[0] = pair.x, own[4] = pair.y;
   }
   __device__ __forceinline__ void put_scale(int token, float scale) const {
     *reinterpret_cast<float*>(memory + scales(room) + 4 * token) = scale;

@@ -16,21 +16,22 @@ constexpr int GROUP_WARPS = 4;
 using Sums = float[PASSES][Tile::VALUES];
 
 #ifndef VP_EMULATION
-// Where tokens lie for 16 columns: pieces of eight tokens, 16 bytes or eight columns each, one
-// token behind another; the next eight tokens 128 bytes behind, the other eight columns `lead`.
+// Where tokens lie for 16 columns: 32 bytes of rows of 128, from a row whose number divides by eight
+// on, whose place divides by 1024. In rows pieces of 16 bytes are exchanged as Seats has them.
 struct Pieces {
   std::uint64_t bits;
 
-  __device__ __forceinline__ Pieces(const std::uint8_t* memory, int lead) {
+  __device__ __forceinline__ explicit Pieces(const std::uint8_t* memory) {
     unsigned at;  // so that the compiler computes with 32 bits
     asm("{ .reg .u64 p; cvta.to.shared.u64 p, %1; cvt.u32.u64 %0, p; }" : "=r"(at) : "l"(memory));
-    bits = (at >> 4 | static_cast<unsigned>(lead >> 4) << 16) | std::uint64_t{128 >> 4} << 32;
+    // From bit 24 on is the block's number in its cluster.
+    constexpr unsigned EIGHT_ROWS = 1024 >> 4, IS_EXCHANGED = 1 << 30;
+    bits = (at & 0x3ffff) >> 4 | std::uint64_t{EIGHT_ROWS | IS_EXCHANGED} << 32;
   }
   // bytes: a multiple of 16.
-  __device__ __forceinline__ void skip(int bytes) { bits += bytes >> 4; }
   __device__ __forceinline__ Pieces after(int bytes) const {
     Pieces found = *this;
-    found.skip(bytes);
+    found.bits += bytes >> 4;
     return found;
   }
 };
@@ -96,11 +97,10 @@ __device__ __forceinline__ void await_products(float (&c)[4][4]) {
 #endif
 
 // Of a group of 32 columns, as Tile::multiply makes them in two steps. a: of a lane's two rows.
-// lead: from a register of all tokens to the next.
 template <bool ADDS>
-__device__ __forceinline__ void multiply_group(Sums& c, const Unit (&a)[2], Pieces b, int lead) {
+__device__ __forceinline__ void multiply_group(Sums& c, const Unit (&a)[2], Pieces b) {
   multiply_together<ADDS>(c, a[0].r[0], a[1].r[0], a[0].r[1], a[1].r[1], b);
-  multiply_together<true>(c, a[0].r[2], a[1].r[2], a[0].r[3], a[1].r[3], b.after(2 * lead));
+  multiply_together<true>(c, a[0].r[2], a[1].r[2], a[0].r[3], a[1].r[3], b.after(32));
 }
 
 }  // namespace voltapile

@@ -64,18 +64,16 @@ inline void mma_16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsi
   });
 }
 
-// wgmma m64nNk16 with A in registers: of each of four warps as m16n8k16. B (K major, not swizzled)
-// lies in pieces of eight columns n, 16 bytes of k each; what is eight k further is `lead` behind,
-// what is eight n further 128 bytes. Sums come when they are waited for, and till then are NaNs. All
-// four warps must come, with the same B.
+// wgmma m64nNk16 with A in registers: of each of four warps as m16n8k16. B (K major, swizzled by 128
+// bytes) has rows n of 128 bytes, of whose addresses bits 4 to 6 are changed by bits 7 to 9. Sums
+// come when they are waited for, and till then are NaNs. All four warps must come, with the same B.
 struct Pieces {
   const std::uint8_t* at;
-  int lead;
-  Pieces(const std::uint8_t* at, int lead) : at(at), lead(lead) {}
-  void skip(int bytes) { at += bytes; }
-  Pieces after(int bytes) const { return {at + bytes, lead}; }
+  explicit Pieces(const std::uint8_t* at) : at(at) {}
+  Pieces after(int bytes) const { return Pieces(at + bytes); }
   float value(int k, int n) const {
-    const std::uint8_t* place = at + n / 8 * 128 + k / 8 * lead + n % 8 * 16 + k % 8 * 2;
+    auto place = reinterpret_cast<std::uintptr_t>(at) + n / 8 * 1024 + n % 8 * 128 + 2 * k;
+    place ^= (place >> 7 & 7) << 4;
     return emulation::half(*reinterpret_cast<const std::uint16_t*>(place));
   }
 };
