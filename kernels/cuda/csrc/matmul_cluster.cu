@@ -86,7 +86,8 @@ __device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const W
   for (int n = work.from(round); n < work.to(round); ++n) {
     if (n < awaited) await_own(memory.chunk_bell(n), true);
     if (is_in) ring.await_here();
-    add_chunk<F>(ring.memory, ring.here(), ring.behind(), memory.slot(n), tile, total);
+    add_chunk<F>(ring.memory, ring.here(), ring.behind(), memory.slot(n), memory.pieces(n), tile,
+                 total);
     __syncwarp();  // what was read may be overwritten
     fetch.begin(ring, ring.place);
     ring.next();

@@ -119,15 +119,14 @@ struct Ring {
   std::uint8_t* memory;
   int own;  // where the warp's places begin
   Bell* bells;
-  int depth, place = 0;
-  bool is_odd = true;
+  int depth, place = 0, times = 0;  // that all places were used
 
   __device__ __forceinline__ int here() const { return own + place * PLACE; }
   __device__ __forceinline__ std::uint8_t* behind() const { return memory + own + depth * PLACE; }
-  __device__ __forceinline__ void await_here() const { await_own(bells + place, is_odd); }
+  __device__ __forceinline__ void await_here() const { await_own(bells + place, ~times & 1); }
   __device__ __forceinline__ void next() {
     if (++place < depth) return;
-    place = 0, is_odd = !is_odd;
+    place = 0, ++times;
   }
 };
 
@@ -179,6 +178,7 @@ template <class F>
 struct Memory {
   using M = CrewMemory<F>;
   std::uint8_t* tokens;  // first, for they want a multiple of 1024 bytes
+  Pieces first;
   Bell* bells;  // [2][CREW] of sums, [crew][depth] of rings, then one of each chunk's tokens
   int box_floats, ring_bells;
   float* boxes;
@@ -187,6 +187,7 @@ struct Memory {
   // most: chunks of a class.
   __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int most)
       : tokens(shared),
+        first(Pieces(shared).kept()),
         bells(reinterpret_cast<Bell*>(shared + most * M::SLOT)),
         box_floats(all.owners * LETTER),
         ring_bells(all.crew * all.depth) {
@@ -211,6 +212,7 @@ struct Memory {
   __device__ __forceinline__ typename M::Staged slot(int n) const {
     return typename M::Staged(tokens + n * M::SLOT, ROOM);
   }
+  __device__ __forceinline__ Pieces pieces(int n) const { return first.after(n * M::SLOT); }
 };
 
 }  // namespace voltapile

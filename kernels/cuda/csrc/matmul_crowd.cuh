@@ -27,13 +27,11 @@ struct Dense {
 struct View {
   static constexpr int ROOM = 8 * PASSES;
   const std::uint8_t* memory;
+  Pieces all;
   int lane;
 
-  static __device__ __forceinline__ constexpr int place(int group) {
-    return Seats::ROW * ROOM * (group / 2) + 64 * (group % 2);
-  }
   __device__ __forceinline__ Pieces pieces(int group) const {
-    return Pieces(memory).after(place(group));
+    return all.after(Seats::ROW * ROOM * (group / 2) + 64 * (group % 2));
   }
   // Of the lane's token of eight, its unit.
   __device__ __forceinline__ Unit unit(int group, int pass) const {
@@ -295,12 +293,12 @@ struct CrowdTokens {
 template <class F>
 __device__ __forceinline__ void add_chunk(std::uint8_t* memory, int here, std::uint8_t* behind,
                                           const typename CrowdTokens<F>::Staged& tokens,
-                                          const Tile& tile, Sums& total) {
+                                          Pieces pieces, const Tile& tile, Sums& total) {
   if constexpr (Order<F>::IS_BLOCK) {
     int at[Tile::ROWS];
 #pragma unroll
     for (int i = 0; i < Tile::ROWS; ++i) at[i] = here + Dense<F>::ROW * tile.row(i);
-    Crowd<F>::add(memory, at, View{tokens.memory, tile.lane}, tile, total);
+    Crowd<F>::add(memory, at, View{tokens.memory, pieces, tile.lane}, tile, total);
   } else {
     Sums part;
     multiply_chunk<F>(memory + here, behind, nullptr, Dense<F>(), tokens, tile, part);

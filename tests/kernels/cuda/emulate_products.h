@@ -71,6 +71,7 @@ struct Pieces {
   const std::uint8_t* at;
   explicit Pieces(const std::uint8_t* at) : at(at) {}
   Pieces after(int bytes) const { return Pieces(at + bytes); }
+  Pieces kept() const { return *this; }
   float value(int k, int n) const {
     auto place = reinterpret_cast<std::uintptr_t>(at) + n / 8 * 1024 + n % 8 * 128 + 2 * k;
     place ^= (place >> 7 & 7) << 4;
