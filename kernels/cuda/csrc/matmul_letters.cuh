@@ -35,7 +35,7 @@ __device__ __forceinline__ int own_token(const Launch& all, int lane) {
 // since two warps have multiplied a gate and its up, of one row's gate and its up.
 struct Finish {
   const Launch& all;
-  int token, row, other_row;
+  int token, row;
   float* out;
   const float *bias, *other_bias;
   const float *letter, *other;
@@ -49,7 +49,6 @@ struct Finish {
     const bool is_glu = all.is_glu();
     const int second = is_glu ? tile & 1 : 0;
     row = place.row + Tile{4 * (lane & 7)}.sum_row(0) + 8 * second;
-    other_row = is_glu ? row : row + 8;
     bias = place.matrix.bias, other_bias = is_glu ? all.matrices[1].bias : bias;
     letter = letters + letter_at(0, 0, lane >> 3, lane & 7) + second;
     other = letter + (is_glu ? LETTER : 1);
@@ -74,8 +73,10 @@ struct Finish {
       }
 #pragma unroll
     for (int which = 0; which < CLASSES; ++which) one += first[which], two += second[which];
-    if (bias != nullptr) one += bias[row];
-    if (other_bias != nullptr) two += other_bias[other_row];
+    if (bias != nullptr || other_bias != nullptr) {
+      if (bias != nullptr) one += bias[row];
+      if (other_bias != nullptr) two += other_bias[all.is_glu() ? row : row + 8];
+    }
     if (all.is_glu()) {
       out[0] = activated(one, all.kind) * two;
       return;
@@ -103,8 +104,10 @@ __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
     const Finish finish(all, mask, memory.box(box) + first * LETTER, work.tile(round), token,
                         lane);
 #pragma unroll 1
-    for (int n = 0; n < parts << glu; ++n)
-      await_own(bells + first + (n & glu) + GROUP_WARPS * (n >> glu), ~uses & 1);
+    for (int n = 0; n < parts; ++n) {
+      await_own(bells + first + GROUP_WARPS * n, ~uses & 1);
+      if (glu) await_own(bells + first + 1 + GROUP_WARPS * n, ~uses & 1);
+    }
     finish.write(parts);
   }
   if (lane == 0 && round + all.boxes < work.own_rounds) expect(bells + work.warp, LETTER_BYTES);
