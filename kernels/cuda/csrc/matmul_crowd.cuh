@@ -92,31 +92,38 @@ struct Crowd<formats::Q4_K> {
       two[i] = bytes_of(memory + at[i], p, 0);
     }
     const unsigned zero = tile.lane >> 5;  // in a register, so that magic numbers are in some
-    Sums sum = {}, c[2];
-    Unit a[2];
-    const auto begin = [&](int group) {
+    Sums sum = {};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const unsigned x = two[i].x >> 8, y = two[i].y >> 8;
-        const unsigned mask = group & 1 ? 0x00f000f0 : 0x000f000f;
-        a[i] = {{two[i].x & mask, x & mask, two[i].y & mask, y & mask}};
-        if (group & 1) two[i] = bytes_of(memory + at[i], p, group / 2 + 1);
+    for (int four = 0; four < 2; ++four) {
+#pragma unroll
+      for (int run = 0; run < 2; ++run) {
+        Unit a[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const unsigned x = two[i].x >> 8, y = two[i].y >> 8;
+          a[0][i] = {
+              {two[i].x & 0x000f000f, x & 0x000f000f, two[i].y & 0x000f000f, y & 0x000f000f}};
+          a[1][i] = {
+              {two[i].x & 0x00f000f0, x & 0x00f000f0, two[i].y & 0x00f000f0, y & 0x00f000f0}};
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          Sums c;
+          float scale[2];
+          begin_products(a[odd]);
+          multiply_group<false>(c, a[odd], tokens.pieces(4 * four + 2 * run + odd));
+          commit_products();
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {  // the last time for nobody
+            if (odd) two[i] = bytes_of(memory + at[i], p, 2 * four + run + 1);
+            scale[i] = scale_of(scales[i], 2 * run + odd, zero);
+          }
+          await_products(c);
+          add_group(sum, scale, c);
+        }
       }
-      begin_products(a);
-      multiply_group<false>(c[group & 1], a, tokens.pieces(group));
-      commit_products();
-    };
-    begin(0);
 #pragma unroll
-    for (int group = 0; group < 8; ++group) {
-      Sums& own = c[group & 1];
-      float scale[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        scale[i] = scale_of(group < 4 ? scales[i] : later[i], group & 3, zero);
-      await_products(own);
-      if (group < 7) begin(group + 1);  // and add meanwhile
-      add_group(sum, scale, own);
+      for (int i = 0; i < 2; ++i) scales[i] = later[i];
     }
     finish(memory, at, tokens, tile, sum, total);
   }
@@ -236,30 +243,31 @@ struct Crowd<formats::Q8_0> {
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       words[n & 1][n >> 1] = Words(memory, at[n >> 1] + 34 * (n & 1) + 2 + 8 * tile.unit(0));
-    Sums sum = {}, c[2];
-    Unit a[2];
-    const auto begin = [&](int group) {
+    Sums sum = {};
+#pragma unroll 1
+    for (int pair = 0; pair < 4; ++pair) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int i = n / 2, half = n % 2;
-        const unsigned w = words[group & 1][i].at(68 * (group / 2) + 4 * half) ^ 0x80808080;
-        a[i].r[2 * half] = half_add(__byte_perm(w, 0x64646464, 0x4140), SHIFT_OF_PAIRS);
-        a[i].r[2 * half + 1] = half_add(__byte_perm(w, 0x64646464, 0x4342), SHIFT_OF_PAIRS);
+      for (int odd = 0; odd < 2; ++odd) {
+        Unit a[2];
+        float d[2];
+        Sums c;
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int i = m / 2, n = m % 2;
+          const unsigned w = words[odd][i].at(68 * pair + 4 * n) ^ 0x80808080;
+          a[i].r[2 * n] = half_add(__byte_perm(w, 0x64646464, 0x4140), SHIFT_OF_PAIRS);
+          a[i].r[2 * n + 1] = half_add(__byte_perm(w, 0x64646464, 0x4342), SHIFT_OF_PAIRS);
+        }
+        begin_products(a);
+        multiply_group<false>(c, a, tokens.pieces(2 * pair + odd));
+        commit_products();
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          d[i] = half_value(
+              *reinterpret_cast<const std::uint16_t*>(memory + at[i] + 68 * pair + 34 * odd));
+        await_products(c);
+        add_group(sum, d, c);
       }
-      begin_products(a);
-      multiply_group<false>(c[group & 1], a, tokens.pieces(group));
-      commit_products();
-    };
-    begin(0);
-#pragma unroll
-    for (int group = 0; group < 8; ++group) {
-      float d[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        d[i] = half_value(*reinterpret_cast<const std::uint16_t*>(memory + at[i] + 34 * group));
-      await_products(c[group & 1]);
-      if (group < 7) begin(group + 1);  // and add meanwhile
-      add_group(sum, d, c[group & 1]);
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
