@@ -28,6 +28,8 @@ MAX_SOURCE = 1 << 20  # characters of a grammar: compiling one takes a second or
 CHECKED_SOURCE = 1 << 16
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 KEPT = 32  # compiled grammars
+SEEN_MASKS = 16  # after which a Pace is known
+REMEMBERED = 0.99  # of the slowest mask, with each that comes: 5 ms are 2 ms after 91 masks
 # A row of a parser's chart, a lexer's states: what one token may cost. The work of compiling, too.
 LIMITS = {"initial_lexer_fuel": 2_000_000, "max_grammar_size": 500_000, "verbose_errors": False}
 
@@ -36,22 +38,40 @@ class GrammarError(ValueError):
     """A grammar that cannot be used; the text may be shown to the caller."""
 
 
+class Pace:
+    """How long masks of one grammar may take: as the slowest of late ones did, whichever answer it
+    was for. Unknown (worst is inf) before some have been seen."""
+
+    def __init__(self) -> None:
+        self._unseen, self._worst = SEEN_MASKS, 0.0
+
+    @property
+    def worst(self) -> float:
+        return math.inf if self._unseen > 0 else self._worst
+
+    def note(self, seconds: float) -> None:
+        self._unseen -= 1
+        self._worst = max(seconds, REMEMBERED * self._worst)
+
+
 class Guide:
     """One answer: mask says which tokens may come first, advance(tokens) which may come next.
 
-    seconds: what the last mask took, for who advances it to note. Not for two threads at once.
+    seconds: what the last mask took of a CPU, and pace what those of its grammar did, for who
+    advances it to note. Not for two threads at once.
     """
 
     seconds = math.inf
 
     def __init__(self, matcher: Any, ends: np.ndarray) -> None:
-        self._matcher, self._ends = matcher, ends
+        self._matcher, self._ends, self.pace = matcher, ends, Pace()
         self.mask = self._allowed()
 
     def copy(self) -> Guide:
         """For another answer; only before the first token."""
         copy = Guide.__new__(Guide)
         copy._matcher, copy._ends, copy.mask = self._matcher.deep_copy(), self._ends, self.mask
+        copy.pace = self.pace
         return copy
 
     def advance(self, tokens: Sequence[int]) -> np.ndarray:

@@ -144,10 +144,11 @@ def test_forbidden_constructs() -> None:
     problems = []
     for path in SOURCES:
         may_print = name_of(path).startswith("gateway/cli/") or path.name == "__main__.py"
+        reads = name_of(path) == "gateway/cli/environment.py"  # what CUDA reads, too
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
             match node:
-                case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv"):
+                case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv") if not reads:
                     problems.append(f"{where}: the Plan is the only configuration")
                 case ast.Call(func=ast.Name(id="print")) if not may_print:
                     problems.append(f"{where}: print")

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from voltapile.topology import nvml
 from voltapile.topology.nvml import Card, NvLink
+from voltapile.topology.visible import visible
 
 # Bytes a second of one lane of PCIe, by generation.
 LANE_SPEED = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}
@@ -24,7 +25,7 @@ MEET_SHARE = 0.5  # of the slower card's way to the host, for two that meet ther
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU. index: as the driver counts; arch: compute capability as 70, 75, 90. Bandwidths are
+    """One GPU. index: as CUDA counts; arch: compute capability as 70, 75, 90. Bandwidths are
     bytes a second, 0: unknown; host_bandwidth: of reading its own node's memory. node: of the CPUs
     that it hangs on, -1: unknown."""
 
@@ -53,10 +54,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     peer: bool = True  # each can read and write the other's memory
 
 
-def probe_gpus(root: Path = Path("/")) -> tuple[list[Gpu], list[Link]]:
-    """root: another place of /sys."""
+def probe_gpus(root: Path = Path("/"), seen: str | None = None) -> tuple[list[Gpu], list[Link]]:
+    """root: another place of /sys. seen: CUDA_VISIBLE_DEVICES, if it is set."""
     with nvml.opened() as library:
-        cards = library.cards() if library is not None else []
+        cards = visible(library.cards(), seen) if library is not None else []
         links = {card.index: card.links() for card in cards}
         found = [(card, _probe(card, links[card.index], root)) for card in cards]
         known = [(card, gpu) for card, gpu in found if gpu is not None]

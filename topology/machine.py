@@ -1,8 +1,8 @@
 """What this computer has: CPU nodes, cores, memory, GPUs and their links. JSON round trip.
 
 Probing reads /sys, /proc and what the NVIDIA driver tells; a written Machine plans for a computer
-that one does not own. Counts what this process may use: its CPU affinity and the limits of its
-control groups.
+that one does not own. Counts what this process may use: its CPU affinity, the limits of its
+control groups, and the GPUs that it is told to see.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     memory_nodes: list[MemoryNode] = []  # nodes without CPUs: their memory is not counted above
 
 
-def probe(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Machine:
-    """This computer. root: another place of /sys and /proc; allowed: CPUs instead of affinity."""
+def probe(
+    root: Path = Path("/"), allowed: Collection[int] | None = None, seen: str | None = None
+) -> Machine:
+    """This computer. root: another place of /sys and /proc; allowed: CPUs instead of affinity;
+    seen: CUDA_VISIBLE_DEVICES, if it is set."""
     usable = os.sched_getaffinity(0) if allowed is None else set(allowed)
     memory, others = meminfo(_text(root / "proc/meminfo")), memory_nodes(root)
     total = memory.get("MemTotal", 0) - sum(node.memory_bytes for node in others)
@@ -60,7 +63,7 @@ def probe(root: Path = Path("/"), allowed: Collection[int] | None = None) -> Mac
         total, available = min(total, limit.total), min(available, limit.available)
     total, available = max(0, total), min(max(0, available), max(0, total))
     nodes = cpu_nodes(root, usable, total, available)
-    gpus, links = probe_gpus(root)
+    gpus, links = probe_gpus(root, seen)
     return Machine(
         name=platform.node(),
         arch=platform.machine(),

@@ -98,10 +98,13 @@ class Nvml:
 
 
 class Card:
-    """One GPU. index: as the library counts."""
+    """One GPU. index: as the library counts, or as it was told to be counted."""
 
     def __init__(self, nvml: Nvml, index: int, handle: ctypes.c_void_p) -> None:
         self._nvml, self.index, self._handle = nvml, index, handle
+
+    def counted_as(self, index: int) -> Card:
+        return Card(self._nvml, index, self._handle)
 
     def number(self, what: str, *args: Any) -> int | None:
         """The answer to nvmlDeviceGet + what."""
@@ -113,6 +116,13 @@ class Card:
         return text.value.decode(errors="replace") if self._ask(
             "Name", text, ctypes.c_uint(len(text))
         ) else None  # fmt: skip
+
+    @property
+    def uuid(self) -> str:
+        """As nvidia-smi -L writes it; "" if not told."""
+        text = ctypes.create_string_buffer(96)
+        is_told = self._ask("UUID", text, ctypes.c_uint(len(text)))
+        return text.value.decode(errors="replace") if is_told else ""
 
     @property
     def memory(self) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 TokenId = Annotated[int, Meta(ge=0)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None
 Limit = Annotated[
     int, Meta(ge=-1, description="Most tokens of the answer; -1: until the context's end.")
 ]
@@ -80,17 +81,11 @@ class Sampled(Struct, kw_only=True):
     ignore_eos: bool | None = None
 
 
-class Generating(Sampled, kw_only=True):
-    """What OpenAI's routes and llama-server's own take."""
+class Shaped(Sampled, kw_only=True):
+    """What OpenAI's routes and llama-server's own take under one name."""
 
-    max_tokens: Limit | None = None
-    max_completion_tokens: Limit | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="only as n")] | None = None
-    stream_options: StreamOptions | None = None
-    n_predict: Limit | None = None
-    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
-    stop_sequences: list[Stop] | None = None
+    stop: Stops = None
+    stop_sequences: Stops = None
     stop_token_ids: list[TokenId] | None = None
     samplers: Annotated[list[str] | str, Meta(description="in an order that is obeyed")] | None = (
         None
@@ -101,12 +96,8 @@ class Generating(Sampled, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Bias = None
-    return_tokens: bool | None = None
-    return_progress: bool | None = None
-    timings_per_token: bool | None = None
     grammar: Annotated[str, Meta(description="GBNF, or llguidance's Lark")] | None = None
     json_schema: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: Some = None
     guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
@@ -115,6 +106,21 @@ class Generating(Sampled, kw_only=True):
     reasoning_budget: Thought = None
     thinking_budget_tokens: Thought = None
     thinking_token_budget: Thought = None
+
+
+class Generating(Shaped, kw_only=True):
+    """And what /v1/responses calls otherwise, or has not."""
+
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="only as n")] | None = None
+    stream_options: StreamOptions | None = None
+    n_predict: Limit | None = None
+    return_tokens: bool | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
+    response_format: dict[str, Any] | None = None
 
 
 class OpenAi(Generating, kw_only=True):
@@ -155,7 +161,7 @@ class ChatBody(OpenAi, kw_only=True):
     documents: Annotated[list[Any], Meta(description="for the template")] | None = None
 
 
-class ResponsesBody(Sampled, kw_only=True):
+class ResponsesBody(Shaped, kw_only=True):
     """OpenAI's newer form of a chat; nothing is stored."""
 
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
@@ -169,9 +175,10 @@ class ResponsesBody(Sampled, kw_only=True):
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
-    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    truncation: Annotated[
+        Literal["auto", "disabled"], Meta(description="nothing is ever cut: too much is a 400")
+    ] | None = None  # fmt: skip
     enable_thinking: bool | None = None
-    reasoning_budget: Thought = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -16,6 +16,7 @@ from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.errors import ApiError, json_response
 from voltapile.gateway.api.generate import Delta, Generation, Outcome, started, usage
 from voltapile.gateway.api.prompt import conversation
+from voltapile.gateway.api.responses_fields import in_these_words
 from voltapile.gateway.api.responses_schema import ResponsesRequest, responses_request
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 from voltapile.gateway.api.sse import EventStream
@@ -42,7 +43,8 @@ async def responses(request: web.Request) -> web.StreamResponse:
     wanted = await off_loop(len(body), responses_request, body, *known)
     chat = wanted.chat
     asked = await conversation(services, chat)
-    bounds = await bounds_of(services, chat.options, asked.reading)
+    with in_these_words():
+        bounds = await bounds_of(services, chat.options, asked.reading)
     [generation] = started(
         services, [asked.ids], chat.options, client_of(request), reading=asked.reading,
         bounds=bounds,

@@ -12,14 +12,14 @@ from typing import Any
 from voltapile.gateway.api.errors import ApiError, bad_request
 from voltapile.gateway.api.fields import Fields, kind
 from voltapile.gateway.api.options import NO_DEFAULTS, Defaults
+from voltapile.gateway.api.responses_fields import (
+    check_single,
+    in_these_words,
+    not_a_function,
+    of_the_chat,
+)
 from voltapile.gateway.api.schema import ChatRequest, chat_of
 
-# What the chat has under the same name.
-SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "user", "metadata",
-        "store", "seed", "stop", "top_k", "min_p", "ignore_eos", "cache_prompt", "enable_thinking",
-        "reasoning_budget", "chat_template_kwargs")  # fmt: skip
-STORED = "nothing is stored here: send the whole conversation as 'input'"
-REFUSED = {"previous_response_id": STORED, "conversation": STORED, "prompt": STORED}
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
@@ -37,20 +37,16 @@ def responses_request(
     body: bytes, vocab_size: int, defaults: Defaults = NO_DEFAULTS
 ) -> ResponsesRequest:
     fields = Fields.parse(body)
-    for name, why in REFUSED.items():
-        if fields.values.get(name) is not None:
-            raise bad_request(why, name, "unsupported_parameter")
-    for name in ("background", "top_logprobs"):
-        if fields.values.get(name) not in (None, False, 0):
-            raise bad_request(f"'{name}' is not supported", name, "unsupported_parameter")
-    chat = {name: fields.values[name] for name in SAME if name in fields.values}
+    chat = of_the_chat(fields)
     chat |= _limit(fields) | _form(fields) | _effort(fields)
     chat["messages"] = _instructions(fields) + _messages(fields.values.get("input"))
     spaces: dict[str, tuple[str, str]] = {}
     if fields.values.get("tools") is not None:
         chat["tools"] = _tools(fields.list("tools"), "tools", spaces)
     chat["tool_choice"] = _choice(fields.values.get("tool_choice"))
-    asked = chat_of(Fields(chat).over(defaults), vocab_size, len(body))
+    with in_these_words():
+        asked = chat_of(Fields(chat).over(defaults), vocab_size, len(body))
+    check_single(asked.options)
     return ResponsesRequest(asked, fields, spaces)
 
 
@@ -106,11 +102,8 @@ def _joined(space: Any, name: Any) -> Any:
 
 
 def _tool(tool: Any, param: str) -> dict[str, Any]:
-    """Only the client's own functions; those of OpenAI's servers are not here."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        name = tool.get("type") if isinstance(tool, dict) else kind(tool)
-        message = f"'{param}' is {name!r:.60}; only functions are supported"
-        raise bad_request(message, param, "unsupported_tool")
+        raise not_a_function(tool, param)
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {key: tool[key] for key in names if key in tool}}
 
@@ -129,6 +122,8 @@ def _choice(value: Any) -> Any:
 def _named(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
+    if value.get("type") != "function":
+        raise not_a_function(value, "tool_choice")
     name = _joined(value.get("namespace"), value.get("name"))
     return {"type": "function", "function": {"name": name}}
 

@@ -22,11 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from voltapile.gateway.cli.environment import visible_gpus
     from voltapile.topology import machine
     from voltapile.topology.doctor import Sight, examine
 
-    found = machine.probe()
-    findings = [*installation(found), *examine(Sight(found))]
+    seen = visible_gpus()
+    found = machine.probe(seen=seen)
+    findings = [*installation(found), *choice(found, seen), *examine(Sight(found))]
     for each in findings:
         if args.quiet and each.level == "ok":
             continue
@@ -58,8 +60,18 @@ def installation(found: Machine) -> Iterator[Finding]:
     yield from _cuda([gpu.bus for gpu in found.gpus])
 
 
+def choice(found: Machine, seen: str | None) -> Iterator[Finding]:
+    """seen: CUDA_VISIBLE_DEVICES."""
+    from voltapile.topology.doctor import Finding
+
+    if seen is not None:
+        which = ", ".join(f"cuda:{gpu.index} at {gpu.bus}" for gpu in found.gpus) or "none"
+        yield Finding("note", f"CUDA_VISIBLE_DEVICES={seen} leaves these GPUs: {which}",
+                      "unset it for all")  # fmt: skip
+
+
 def _cuda(buses: list[str]) -> Iterator[Finding]:
-    """buses: of GPUs in the driver's order, which --device counts by."""
+    """buses: of the GPUs that are seen, in the order that --device counts by."""
     from voltapile.topology.doctor import Finding
 
     try:
@@ -73,7 +85,7 @@ def _cuda(buses: list[str]) -> Iterator[Finding]:
         yield Finding(
             "fault" if not seen else "slow",
             f"CUDA sees {len(seen)} of {len(buses)} GPUs",
-            "unset CUDA_VISIBLE_DEVICES: GPUs are chosen by --device",
+            "CUDA_VISIBLE_DEVICES must name whole GPUs, and no compute mode may forbid their use",
         )
     elif all(buses) and seen != buses:
         yield Finding(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from voltapile.gateway.cli.options import add_model_options, make_plan, read_plan
 from voltapile.gateway.cli.parser import UsageError
-from voltapile.gateway.cli.serve import Server, add_http_options, run_loop
+from voltapile.gateway.cli.serve import Server, add_http_options, check_open_files, run_loop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,5 +33,6 @@ def run(args: argparse.Namespace) -> int:
 
     if (args.plan is None) == (args.model is None):
         raise UsageError("give either --plan FILE or -m FILE")
+    check_open_files()
     plan = read_plan(args.plan) if args.plan else make_plan(args)
     return run_loop(Server(plan, args, starts_workers=False).run())

@@ -262,6 +262,7 @@ class Inputs:
 
 def read_inputs(args: argparse.Namespace, endpoint: str = "") -> Inputs:
     """Raises GgufError, SpecError, MachineError."""
+    from voltapile.gateway.cli.environment import visible_gpus
     from voltapile.kernels.backend import describe
     from voltapile.shm.gguf import Gguf
     from voltapile.topology import machine
@@ -269,7 +270,8 @@ def read_inputs(args: argparse.Namespace, endpoint: str = "") -> Inputs:
     from voltapile.topology.plan import Backend
 
     with Gguf.open(model_path(args.model)) as gguf:
-        computer = machine.load(args.machine) if args.machine else machine.probe()
+        is_told = bool(args.machine)
+        computer = machine.load(args.machine) if is_told else machine.probe(seen=visible_gpus())
         backend = Backend(**describe(choose_backend(args, computer)))
         return Inputs(spec_of(gguf), gguf, computer, backend, options_of(args, endpoint))
 

@@ -25,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from msgspec import json
     from msgspec.structs import replace
+    from voltapile.gateway.cli.environment import visible_gpus
     from voltapile.topology import drive, machine
 
-    found = machine.probe()
+    found = machine.probe(seen=visible_gpus())
     if args.model:
         args.model.stat()  # a name that is wrong is the caller's error
         speed = drive.measure(args.model)

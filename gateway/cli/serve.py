@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.05  # between two looks at the engine's health
 BEAT_SECONDS = 1.0  # between two signs of life for systemd
+LEAST_FILES, ROOMY_FILES = 64, 4096  # 4 ranks and no connection take 35
 PROGRESS_STEP = 0.25  # of a stage, between two lines
 # The numpy backend computes a Step in one breath and gives no sign of life meanwhile.
 SILENT_SECONDS = {"reference": 60.0}
@@ -84,9 +86,20 @@ def milliseconds(text: str) -> float:
     return number
 
 
+def check_open_files() -> None:
+    """Raises OSError where there is no room to begin, whatever would come first to find none."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= allowed < LEAST_FILES:
+        raise OSError(
+            f"ulimit -n is {allowed}: a server needs {LEAST_FILES} open files, and one more for "
+            f"each connection; ulimit -n {ROOMY_FILES}, or LimitNOFILE={ROOMY_FILES} in its unit"
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     from voltapile.topology.endpoint import private_endpoint
 
+    check_open_files()
     plan = make_plan(args, private_endpoint())
     if args.record:
         args.record.open("ab").close()  # what cannot be written is told before loading

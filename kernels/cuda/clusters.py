@@ -18,7 +18,7 @@ from voltapile.kernels.cuda.tiles import ROWS
 ARCH = 90  # alone: no other has the tensor cores that four warps use together
 FROM, MOST, ROOM = 9, 64, 32  # rows, up to which they are usual; those of a turn
 # Columns from which on records of tokens are worth a launch of their own; a late norm's cost none.
-STAGED_FROM = 8192
+STAGED_FROM = 2048
 CLASSES = 8  # of columns, and blocks of a cluster: the warps of csrc/matmul_rows.cu
 # Warps of a block, in groups of four that multiply together.
 CREWS = (8, 12, 16, 20)

@@ -87,8 +87,9 @@ class CudaCollectives:
         self._changes(add_to)
         if add_to is not None:
             return rows.rms_norm(self._launcher(), x, weight, eps, add_to)
-        normed = self._norm_late(x, weight, eps)
-        return self._norms.norm(self._launcher(), x, weight, eps) if normed is None else normed
+        if (normed := self._norm_late(x, weight, eps)) is not None:
+            return normed
+        return self._norms.norm(self._launcher(), x, weight, eps, self._links is None)
 
     def _changes(self, x: DeviceArray | None, read: DeviceArray | None = None) -> None:
         """Before something is added to x. read: what that is made of, in case it is a late norm."""

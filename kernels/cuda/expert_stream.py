@@ -16,22 +16,23 @@ from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.expert_groups import join
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher, Line
+from voltapile.kernels.cuda.spread import spread
 from voltapile.shm.formats import row_bytes
 
 ARCH = 80  # from which on
 MOST_TOKENS = 4  # of a block
 # Bytes of a token's chunk in whole numbers: csrc/expert_tokens.cuh.
-SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 832, "Q5_1": 576, "Q8_0": 576}
+SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 576, "Q5_1": 576, "Q8_0": 576}
 UP_WARPS = PARTS_WARPS = 4
+ONE_WARPS = 8  # of a block of expert_up_stream for one token, of which a multiprocessor has one
 # Bytes of a warp's ring, most: of expert_up_stream the first with which a block of
 # expert_down_stream fits beside three of these, so that its weights come next.
 UP_RINGS, PARTS_RING = (11264, 6912), 6912
 DEPTHS = range(2, 5)  # of a ring: csrc/expert_strip.cuh
 BESIDE = 3  # blocks of expert_up_stream
-DOWN_WARPS = 12  # of a block, most
-BELLS = 128  # bytes, of a block
+DOWN_WARPS = 18, 24  # of a block, most: with an expert that all take, without
 # Bytes of shared memory that sources name, most, and that the hardware takes of a block.
-NAMED, UP_NAMED, RESERVED = 3072, 128, 1024
+NAMED, UP_NAMED, RESERVED = 1024, 128, 1024
 STRIP = 8  # tiles of 16 rows of a block of expert_parts
 MOST_USED = 32  # experts of a token: csrc/expert_down_stream.cu
 FEW = 5  # tokens, for which blocks are small and a token's experts are summed up by one block
@@ -76,11 +77,25 @@ def _instance(
 
 
 UP = _instances("expert_up_stream", UP_PAIRS, WARPS=UP_WARPS)
-DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=DOWN_WARPS)
+ONE = _instances("expert_up_stream", UP_PAIRS, WARPS=ONE_WARPS, ONE=1)
+DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=DOWN_WARPS[0])
 PARTS = _instances("expert_parts", PARTS_PAIRS, WARPS=PARTS_WARPS, STRIP=STRIP)
 # Of a rank's part of a sum, which goes to the other ranks at once.
 PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in DOWN.values()}
-INSTANCES = [*UP.values(), *DOWN.values(), *PARTS.values(), *PUSHING.values()]
+INSTANCES = [*UP.values(), *ONE.values(), *DOWN.values(), *PARTS.values(), *PUSHING.values()]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How expert_up_stream is launched: tokens and units of 16 rows of a block, bytes of a warp's
+    ring and of a block."""
+
+    instances: dict[tuple[tuple[str, str], bool], Instance]
+    warps: int
+    room: int
+    units: int
+    ring: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -144,27 +159,56 @@ class Layer:
             for name, first, least in zip(self.up_pair, before, places, strict=True)
         )
 
-    def up_ring(self, room: int, units: int, used: int, most: int) -> int:
-        """Bytes of a warp's ring."""
+    def one_bytes(self, units: int, ring: int) -> int:
+        """As up_bytes, of one token: places lie behind what comes."""
+        columns = self.table.gate.shape[2]
+        before = 16 * self.table.count, _whole(4 * _chunks(columns)) * (not self.is_alone)
+        return max(
+            first + _strip_bytes(name, columns, 1, 2 * units, ONE_WARPS, ring)
+            for name, first in zip(self.up_pair, before, strict=True)
+        )
+
+    def up_ring(self, nbytes: Callable[[int], int], blocks: int, used: int, most: int) -> int:
+        """Bytes of a warp's ring. nbytes: of a block with such rings."""
         for ring in UP_RINGS[:-1]:
-            beside = BESIDE * (self.up_bytes(room, units, ring) + UP_NAMED + RESERVED)
+            beside = blocks * (nbytes(ring) + UP_NAMED + RESERVED)
             if beside + self.down_bytes(used) + NAMED <= most:
                 return ring
         return UP_RINGS[-1]
 
+    def up_way(self, tokens: int, used: int, ops: Launcher) -> Way:
+        most, total = max_shared(ops.arch), self.table.gate.shape[1] // 16
+        other = 0 if self.shared is None else self.shared.gate.shape[0] // 16
+        if tokens == 1:  # as many units as make one block of each multiprocessor
+            for units in range(1, total + 1):
+                blocks = used * _groups(total, units) + _groups(other, units)
+                if blocks <= ops.multiprocessors:
+                    break
+            ring = self.up_ring(lambda ring: self.one_bytes(units, ring), 1, used, most)
+            nbytes = self.one_bytes(units, ring)
+            nbytes += spread(ops, blocks, nbytes)
+            if nbytes + UP_NAMED <= most:
+                return Way(ONE, ONE_WARPS, 1, units, ring, nbytes)
+        units = 1 if tokens <= FEW else UNITS
+        room = _room(lambda room: self.up_bytes(room, units, UP_RINGS[-1]), tokens, ops.arch)
+        ring = self.up_ring(lambda ring: self.up_bytes(room, units, ring), BESIDE, used, most)
+        return Way(UP, UP_WARPS, room, units, ring, self.up_bytes(room, units, ring))
+
     def down_items(self, used: int) -> int:
         return used * _chunks(self.table.down.shape[2]) + _chunks(self.shared_columns)
 
-    def down_warps(self, used: int) -> int:
+    def down_warps(self, used: int, tokens: int) -> int:
         items = self.down_items(used)
-        return _groups(items, _groups(items, DOWN_WARPS))  # each with as many items
+        # Each with as many items; four add up.
+        most = DOWN_WARPS[self.is_alone] // (1 if tokens == 1 else 2)  # then blocks share
+        return max(4, _groups(items, _groups(items, most)))
 
     def down_bytes(self, used: int) -> int:
         """Tiles, a token's chunk for each warp, items' sums."""
         own, other = self.down_pair
         tiles = used * 16 * row_bytes(own, self.table.down.shape[2])
         tiles += 16 * row_bytes(other, self.shared_columns) * (not self.is_alone)
-        slots = self.down_warps(used) * max(SLOTS[own], SLOTS[other])
+        slots = self.down_warps(used, 1) * max(SLOTS[own], SLOTS[other])
         return tiles + slots + 64 * self.down_items(used)
 
     def parts_bytes(self, room: int) -> int:
@@ -225,28 +269,26 @@ def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inn
     """silu(gate x) * up x of each chosen expert, [T * used, F], and of the one that all take."""
     (tokens, columns), (_, rows, own_columns) = x.shape, layer.table.gate.shape
     assert columns == own_columns, (x, layer.table.gate.shape)
-    units = 1 if tokens <= FEW else UNITS
-    room = _room(lambda room: layer.up_bytes(room, units, UP_RINGS[-1]), tokens, ops.arch)
-    ring = layer.up_ring(room, units, chosen.shape[1], max_shared(ops.arch))
-    depths = (np.int32(_depth(name, ring)) for name in layer.up_pair)
+    way = layer.up_way(tokens, chosen.shape[1], ops)
+    depths = (np.int32(_depth(name, way.ring)) for name in layer.up_pair)
     inner, other = ops.scratch((chosen.size, rows)), None
     other_args: tuple[int, ...] = 0, 0, 0, 0
     other_rows = turns = 0
     if (shared := layer.shared) is not None:
-        other_rows, turns = shared.gate.shape[0], _groups(tokens, room)
+        other_rows, turns = shared.gate.shape[0], _groups(tokens, way.room)
         assert shared.gate.shape == shared.up.shape == (other_rows, columns), shared
         other = ops.scratch((tokens, other_rows))
         router = shared.router.ptr if shared.router is not None else 0
         other_args = shared.gate.ptr, shared.up.ptr, router, other.ptr
-    numbers = tokens, chosen.shape[1], columns, rows, room, units
-    ops.kernel(UP[layer.up_pair, layer.is_alone])(
-        (_groups(max(rows, other_rows), 16 * units), chosen.size + turns),
-        32 * UP_WARPS,
+    numbers = tokens, chosen.shape[1], columns, rows, way.room, way.units
+    ops.kernel(way.instances[layer.up_pair, layer.is_alone])(
+        (_groups(max(rows, other_rows), 16 * way.units), chosen.size + turns),
+        32 * way.warps,
         (
             *(*layer.table.args, chosen.ptr, x.ptr, inner.ptr, *map(np.int32, numbers)),
             *(next(depths), *other_args, np.int32(other_rows), next(depths)),
         ),
-        shared=layer.up_bytes(room, units, ring),
+        shared=way.nbytes,
     )
     return inner, other
 
@@ -268,7 +310,7 @@ def _down(
     kind = DOWN[layer.down_pair, layer.is_alone]
     ops.kernel(PUSHING[kind] if line else kind)(
         (rows // 16, tokens),
-        32 * layer.down_warps(used),
+        32 * layer.down_warps(used, tokens),
         (
             *(*layer.table.args, chosen.ptr, shares.ptr, inner[0].ptr, out.ptr),
             *(*map(np.int32, numbers), *layer.down_args(inner[1]), np.int32(layer.shared_columns)),
@@ -317,7 +359,8 @@ def _strip_bytes(
     """Of csrc/expert_strip.cuh: bells, rings; tokens and sums, at least so many bytes."""
     chunks = _chunks(columns)
     rings = warps * _depth(name, ring) * 16 * CHUNKS[name].bytes
-    return BELLS + rings + max(least, chunks * room * (SLOTS[name] + 64 * tiles))
+    rest = chunks * room * (SLOTS[name] + 64 * tiles)
+    return _whole(8 * warps * DEPTHS[-1]) + rings + max(least, rest)
 
 
 def _depth(name: str, ring: int) -> int:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 from voltapile.kernels.cuda import expert_groups, expert_stream, matmul
-from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.matmul import EVERY_ROW_ALONE, Policy
+from voltapile.kernels.cuda.norms import norm_of
 from voltapile.kernels.cuda.states import TAP_KINDS
 
 MOST_USED = 32  # experts of a token
@@ -19,7 +20,10 @@ MOST_EXPERTS = 1024  # of a layer
 MOST_PAIRS = 65535  # of a launch: a grid's limit on its second axis
 TICKETS = 65536  # of ROUTE: a token has one for each expert
 ROUTE_MANY_FROM = 64  # rows of prompts
-ROUTED = 4  # experts of a block of ROUTE
+EARLY = 90  # architecture from which kernels start early
+RESERVED = 1024  # bytes of shared memory that every block takes beside its own
+FEW = 256  # experts, of which a block of ROUTE has fewer
+NORMED = 4096  # columns of a row that it norms itself
 GATE, UP = 0, 1
 
 
@@ -46,11 +50,13 @@ def _route(function: str, **defines: int) -> Instance:
 
 
 SLOTS = 2, 4  # 1,024 times as many columns come at once: as few as there are
+EACH = 4, 2  # experts of a block: of several tokens, and of one where there are few experts
 ROUTE = {
-    (name, held, slots): _route("route", KIND=int(kind), HELD=held, SLOTS=slots)
+    (name, held, slots, one): _route("route", KIND=int(kind), HELD=held, SLOTS=slots, ONE=int(one))
     for name, kind in TAP_KINDS.items()
     for held in HELD
     for slots in SLOTS
+    for one in ((False, True) if 32 * held <= FEW else (False,))
 }
 ROUTE_MANY = {name: _route("route_many", KIND=int(kind)) for name, kind in TAP_KINDS.items()}
 CHOOSE = {held: _route("choose_experts", HELD=held) for held in HELD}
@@ -91,22 +97,26 @@ def route(
     is_rounded: bool,
     alone: int | None = None,
 ) -> tuple[DeviceArray, DeviceArray]:
-    """tickets: uint32 zeros, of all layers. alone: as that of `experts`."""
+    """tickets: uint32 zeros, of all layers. alone: as that of `experts`. x may be a late norm."""
     (tokens, columns), experts = x.shape, router.shape[0]
     assert router.shape == (experts, columns), (x, router.shape)
     chosen, weights = _choice(ops, tokens, experts, used, counts)
     first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
     held, step = _held(experts), len(tickets) // (8 * experts) * 8
-    slots = SLOTS[columns > 1024 * SLOTS[0]]
+    slots, is_one = SLOTS[columns > 1024 * SLOTS[0]], tokens == 1 and experts <= FEW
+    rows, gain, normed, factor = _unnormed(x, is_late=first == tokens, is_rounded=is_rounded)
     for start in range(0, first, step):
-        count = min(first - start, step)
-        arrays = x[start:], router, tickets, chosen[start:], weights[start:], counts
+        count, before = min(first - start, step), 4 * columns * start
+        arrays = router, tickets, chosen[start:], weights[start:], counts
+        pointers = rows + before, *(array.ptr for array in arrays), gain, normed and normed + before
         sizes = experts, used, count, max(0, generated - start), columns, int(is_rounded)
-        ops.kernel(ROUTE[router.type_name, held, slots])(
-            (_groups(experts, ROUTED) + 1, _groups(count, 8)),
+        blocks = _groups(experts, EACH[is_one]) + (min(count, 8) if normed else 0) + 1
+        grid = blocks, _groups(count, 8)
+        ops.kernel(ROUTE[router.type_name, held, slots, is_one])(
+            grid,
             256,
-            (*(each.ptr for each in arrays), *map(np.int32, sizes)),
-            shared=_choice_bytes(held) << (min(count, 8) - 1).bit_length(),
+            (*pointers, *map(np.int32, sizes), *factor),
+            shared=_apart(ops, grid[0] * grid[1], _choice_bytes(held) * min(count, 8)),
         )
     if first < tokens:
         own = chosen[first:], weights[first:]
@@ -114,6 +124,28 @@ def route(
             logits = _logits(ops, x[first:], router, is_rounded)
             _choose(ops, logits, own, counts, max(0, generated - first))
     return chosen, weights
+
+
+def _apart(ops: Launcher, blocks: int, needed: int) -> int:
+    """Bytes of shared memory of a block: so many that no other fits beside it, if each may have a
+    multiprocessor. They would gather on those that the kernel before leaves free."""
+    if ops.arch < EARLY or blocks > ops.multiprocessors:
+        return needed
+    return max(needed, max_shared(ops.arch) // 2 + RESERVED)
+
+
+def _unnormed(
+    x: DeviceArray, is_late: bool, is_rounded: bool
+) -> tuple[int, int, int, tuple[np.float32, np.float32]]:
+    """Rows, gains of the norm that they need, where it goes if it is not there yet, and what makes
+    its factor. is_late: whether it may be made with the logits."""
+    columns, norm = x.shape[1], None if is_rounded else norm_of(x)
+    if norm is None or columns > NORMED:
+        return x.ptr, 0, 0, (np.float32(0), np.float32(0))
+    if not is_late:
+        norm.make()
+    factor = np.float32(1) / np.float32(columns), np.float32(norm.eps)
+    return norm.x.ptr, norm.weight.ptr, norm.take() if norm.is_late else 0, factor
 
 
 def _logits(ops: Launcher, x: DeviceArray, router: CudaWeight, is_rounded: bool) -> DeviceArray:
@@ -161,7 +193,7 @@ def _choose(
 
 def _choice_bytes(held: int) -> int:
     """Of route.cu's Choice."""
-    return 128 * held + 8 * 64 + (8 + 4) * MOST_USED
+    return (4 + 2) * (32 * held + 32 + 8) + 8 * MOST_USED
 
 
 def _held(experts: int) -> int:

@@ -6,6 +6,7 @@ Takes a Launcher and device arrays; knows neither cupy nor models.
 from __future__ import annotations
 
 import numpy as np
+from voltapile.kernels.cuda.chunks import spread
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.pages import KINDS, LARGEST_DIM, CudaKv
 from voltapile.kernels.ops import Batch
@@ -20,6 +21,7 @@ ROPE_STORE = {
 INSTANCES = list(ROPE_STORE.values())
 
 WARPS = 4  # of a block, and heads
+SPREAD = 9, 64  # tokens behind a product of clusters
 
 
 def rope_store(
@@ -62,6 +64,6 @@ def rope_store(
             np.float32(eps),
             *map(np.int32, (table.shape[1], cache.pages, *kinds)),
         ),
-        4 * WARPS * longest,
+        max(4 * WARPS * longest, spread(ops.arch, 4) if SPREAD[0] <= tokens <= SPREAD[1] else 0),
     )
     return q

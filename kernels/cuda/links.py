@@ -151,5 +151,7 @@ class Links:
         other = int(self._report[1])
         if code == ENDED:
             raise GroupError(f"the group was ended while rank {self.rank} waited for rank {other}")
+        if other == self.rank:
+            raise GroupError(f"rank {self.rank} has waited too long for what it sends to itself")
         text = f"rank {self.rank} has waited {self._seconds:.1f} s for rank {other}"
         raise GroupError(f"{text}, which has not come")

@@ -90,13 +90,15 @@ class Product:
 @dataclass(frozen=True)
 class Launch:
     """others: which of the products are of the pair's second format, a bit each. matrices: what
-    kernels are told of them. line: and of other ranks, if they get what is made (pushing.py)."""
+    kernels are told of them. line: and of other ranks, if they get what is made (pushing.py).
+    is_only: no other launch reads the same rows, as far as is known."""
 
     task: stream.Task
     epilogue: int
     others: int
     matrices: tuple[int | np.int32, ...]
     line: Line = ()
+    is_only: bool = True
 
     @classmethod
     def of(
@@ -217,15 +219,17 @@ def _rows(ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int)
         else:
             _glu_of_two_kinds(ops, x, products, epilogue)
         return
-    for launch in _launches(products):
-        _launch(ops, x, launch, epilogue)
+    launches = _launches(products)
+    for launch in launches:
+        _launch(ops, x, launch, epilogue, len(launches) == 1)
 
 
 def _glu_of_two_kinds(
     ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int
 ) -> None:
     with ops.scope():
-        gate, up = (linear(ops, x, product.weight, product.bias) for product in products)
+        weights, biases = zip(*((each.weight, each.bias) for each in products), strict=True)
+        gate, up = linears(ops, x, weights, biases)
         ones = ops.constant(np.ones(len(x), np.float32))
         gemm.finish(ops, gate, ones, products[0].out, None, epilogue, up)
 
@@ -256,10 +260,12 @@ def _pair_of(names: set[str]) -> tuple[str, str] | None:
     return next((pair for pair in PAIRS if set(pair) == names), None)
 
 
-def _launch(ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int) -> None:
+def _launch(
+    ops: Launcher, x: DeviceArray, products: list[Product], epilogue: int, is_only: bool = True
+) -> None:
     pair = _pair_of({product.weight.type_name for product in products})
     assert pair is not None, products
-    launch = Launch.of(ops, x, products, epilogue, pair)
+    launch = replace(Launch.of(ops, x, products, epilogue, pair), is_only=is_only)
     if any(way(ops, x, launch) for way in (streamed, _clusters, _wide)):
         return
     tokens, columns, is_glu = launch.task.tokens, launch.task.columns, launch.task.is_glu
@@ -324,11 +330,14 @@ def _clusters(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     with ops.scope():
         own, other = 0, 0
         if late_norm(x) is not None or task.columns >= clusters.STAGED_FROM:
-            own, other = records.made(ops, x, task.pair, bool(launch.others), seating)
+            how = bool(launch.others), launch.is_only, seating
+            own, other = records.made(ops, x, task.pair, *how)
+        is_told = bool(own or other) and late_norm(x) is not None  # in records alone
+        read = 0 if is_told else x.ptr
         ops.kernel(clusters.CLUSTER[task.pair, deal.passes])(
             (deal.clusters * clusters.CLASSES, -(-task.tokens // deal.room)),
             32 * deal.crew,
-            (*launch.matrices, x.ptr, own, other, *map(np.int32, (*numbers, *deal.numbers))),
+            (*launch.matrices, read, own, other, *map(np.int32, (*numbers, *deal.numbers))),
             shared=deal.shared,
         )
     return True
@@ -341,7 +350,7 @@ def _wide(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     if deal is None:
         return False
     with ops.scope():
-        own, other = records.made(ops, x, task.pair, bool(launch.others))
+        own, other = records.made(ops, x, task.pair, bool(launch.others), launch.is_only)
         numbers = task.columns, task.tokens, deal.room, launch.epilogue, launch.others
         ops.kernel(wide.WIDE[task.pair, int(deal.room > wide.PASS)])(
             (deal.blocks, -(-task.tokens // deal.room)),

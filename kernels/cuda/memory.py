@@ -7,7 +7,7 @@ pinned buffers by several threads, so that the mapped file is read once and neve
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +24,10 @@ CHUNK = LARGEST  # bytes of a weight, on their way through pinned memory
 LANES = 8
 RING = 4 << 20  # pinned bytes for small uploads
 PARCEL = 1 << 20  # pinned bytes of one fetch
+TOLD = 16 << 10  # bytes of an array that a kernel copies there, at most (csrc/tell.cu)
 CONSTANTS = 1 << 20  # bytes of small arrays that launchers ask for again and again
+
+Tell = Callable[[int, DeviceArray], None]
 
 
 def aligned(nbytes: int) -> int:
@@ -148,12 +151,16 @@ class Parcel:
         self._parts: list[DeviceArray] = []
         self.is_open = False
 
-    def send(self, arrays: Sequence[DeviceArray]) -> None:
+    def send(self, arrays: Sequence[DeviceArray], tell: Tell) -> None:
         self._parts, self.is_open = list(arrays), True
         offset = 0
         for array in arrays:
             assert offset + array.nbytes <= PARCEL, "too much to fetch at once"
-            self._device.fetch(self.pinned.ptr + offset, array.ptr, array.nbytes)
+            target = self.pinned.ptr + offset
+            if 0 < array.nbytes <= TOLD and array.nbytes % 4 == 0:
+                tell(target, array)
+            else:
+                self._device.fetch(target, array.ptr, array.nbytes)
             offset += aligned(array.nbytes)
         self._mark.record()
 
@@ -178,11 +185,12 @@ class Courier:
         self._parcels = [Parcel(device, Pinned(PARCEL), Mark(device)) for _ in range(MAX_FETCHES)]
         self._next = 0
 
-    def fetch(self, arrays: Sequence[DeviceArray]) -> Parcel:
+    def fetch(self, arrays: Sequence[DeviceArray], tell: Tell) -> Parcel:
+        """tell: copies an array to page-locked memory, by a kernel."""
         parcel = self._parcels[self._next]
         assert not parcel.is_open, "too many fetches are under way"
         self._next = (self._next + 1) % MAX_FETCHES
-        parcel.send(arrays)
+        parcel.send(arrays, tell)
         return parcel
 
 

@@ -3,7 +3,8 @@
 A Normed is an array that nobody has computed. A product that norms what it reads (stream.py) takes
 it apart, and what makes records of it (records.py) computes it on the way; whoever asks for its
 address has it computed first, so no launcher needs to know. Since a norm has the same bits either
-way, who does which changes nothing. Knows neither cupy nor models.
+way, who does which changes nothing. A router's logits have other bits if it norms rows itself, so
+it does that whether they have been normed or not (`norm_of`). Knows neither cupy nor models.
 """
 
 from __future__ import annotations
@@ -13,17 +14,30 @@ import weakref
 from voltapile.kernels.cuda import clusters, rows, stream
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 
+FROM = rows.LONGEST_HEAD + 1  # columns of a row
 RUN = 256  # columns that are added up by themselves: csrc/norm_row.cuh
 
 
 class Normed(DeviceArray):
     """rms_norm of x by weight and eps. It is late until it lies in memory, and is lost if x changes
-    before that."""
+    before that. is_own: no sum over ranks norms such rows, however many there are."""
 
-    __slots__ = ("__weakref__", "_is_lost", "_ops", "_place", "eps", "is_late", "weight", "x")
+    __slots__ = (
+        "__weakref__",
+        "_is_lost",
+        "_ops",
+        "_place",
+        "eps",
+        "is_late",
+        "is_own",
+        "weight",
+        "x",
+    )
 
-    def __init__(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> None:
-        self._ops, self.x, self.weight, self.eps = ops, x, weight, eps
+    def __init__(
+        self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float, is_own: bool = True
+    ) -> None:
+        self._ops, self.x, self.weight, self.eps, self.is_own = ops, x, weight, eps, is_own
         self._place = ops.scratch(x.shape)
         self.is_late, self._is_lost = True, False
         ops.kernel(rows.norm_instance(weight.shape[0]))  # to be there in any case
@@ -64,15 +78,22 @@ class LateNorms:
     def __init__(self) -> None:
         self._asked = weakref.WeakSet[Normed]()
 
-    def norm(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> DeviceArray:
+    def norm(
+        self,
+        ops: Launcher,
+        x: DeviceArray,
+        weight: CudaWeight,
+        eps: float,
+        is_own: bool = True,
+    ) -> DeviceArray:
         columns = weight.shape[0]
-        most = clusters.MOST if ops.arch >= clusters.ARCH else stream.TOKENS
-        is_few = ops.arch >= stream.ARCH and 0 < len(x) <= most
-        if not is_few or x.shape[1:] != (columns,) or columns % RUN or columns > rows.LONGEST_ROW:
+        is_whole = x.shape[1:] == (columns,) and columns % RUN == 0
+        # That of a head is another kernel's, of other bits.
+        if ops.arch < stream.ARCH or not is_whole or not FROM <= columns <= rows.LONGEST_ROW:
             return rows.rms_norm(ops, x, weight, eps)
-        if columns <= rows.LONGEST_HEAD:  # another kernel's, of other bits
-            return rows.rms_norm(ops, x, weight, eps)
-        made = Normed(ops, x, weight, eps)
+        made = Normed(ops, x, weight, eps, is_own)
+        if not 0 < len(x) <= (clusters.MOST if ops.arch >= clusters.ARCH else stream.TOKENS):
+            made.make()
         self._asked.add(made)
         return made
 
@@ -89,6 +110,14 @@ class LateNorms:
 
 def late_norm(x: DeviceArray) -> Normed | None:
     if not isinstance(x, Normed) or not x.is_late:
+        return None
+    x.assert_kept()
+    return x
+
+
+def norm_of(x: DeviceArray) -> Normed | None:
+    """The norm that x is, computed or not, if its rows may be normed anew by whoever reads them."""
+    if not isinstance(x, Normed) or not x.is_own:
         return None
     x.assert_kept()
     return x

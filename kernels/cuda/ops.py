@@ -6,6 +6,7 @@ model, and of a batch only where its arrays are.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -221,7 +222,8 @@ class CudaOps(CudaPositions, CudaCollectives):
 
     def fetch(self, arrays: Sequence[DeviceArray]) -> Arrival:
         self._catch_up()
-        return self._watched(self._courier.fetch(arrays))
+        tell = functools.partial(sampling.tell, self)
+        return self._watched(self._courier.fetch(arrays, tell))
 
     @contextmanager
     def capture(self) -> Iterator[CudaGraph]:
@@ -235,7 +237,7 @@ class CudaOps(CudaPositions, CudaCollectives):
         Then give back what only loading needed."""
         with self._loader.rehearse():
             run()
-            self._catch_up()
+            self.kernel(sampling.TELL)  # also catches up
         self._uploader.close()
 
     def synchronize(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.cuda import stream
-from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.chunks import CHUNKS, spread
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.norms import late_norm
 
@@ -55,10 +55,12 @@ def made(
     x: DeviceArray,
     pair: tuple[str, str],
     has_both: bool,
+    is_only: bool = False,
     seating: Seating = NONE,
 ) -> tuple[int, int]:
     """Where records of x are for each format of a launch's pair, until the scope ends; 0 for one
-    that takes none."""
+    that takes none. is_only: nobody else needs a late norm's rows, which are 16 KB of the 41 that a
+    norm of 4,096 columns moves; the norm is still late then."""
     tokens, columns = x.shape
     names = [name for name in dict.fromkeys(pair if has_both else pair[:1]) if name in FORMATS]
     if not names:
@@ -72,15 +74,19 @@ def made(
     sizes = tuple(map(np.int32, (columns, tokens, seating.room, seating.seats)))
     if norm is not None and columns <= LONGEST:
         numbers = np.float32(1) / np.float32(columns), np.float32(norm.eps)
+        is_told = is_only and set(pair if has_both else pair[:1]) <= set(FORMATS)
+        out = 0 if is_told else norm.take()
         ops.kernel(NORMED[key])(
             (tokens,),
             32 * (columns // COLUMNS),
-            (norm.x.ptr, norm.weight.ptr, norm.take(), *places, *sizes, *numbers),
+            (norm.x.ptr, norm.weight.ptr, out, *places, *sizes, *numbers),
+            shared=spread(ops.arch, 1),
         )
     else:
         ops.kernel(STAGED[key])(
             (-(-columns // (COLUMNS * CHUNKS_OF_A_BLOCK)), tokens * len(names)),
             32 * CHUNKS_OF_A_BLOCK,
             (x.ptr, *places, *sizes),
+            shared=spread(ops.arch, 2),
         )
     return found.get(pair[0], 0), found.get(pair[1], 0)

@@ -12,7 +12,8 @@ from voltapile.kernels.ops import MAX_STOP_IDS, Batch, SlotState, StepOutput
 BEGIN = Instance("sample.cu", "begin_step")
 SAMPLE = Instance("sample.cu", "sample_rows", (), True, waits=True)
 BEST = Instance("sample.cu", "best_of_parts", (), True, waits=True)
-INSTANCES = [BEGIN, BEST, SAMPLE]
+TELL = Instance("tell.cu", "tell_host")
+INSTANCES = [BEGIN, BEST, SAMPLE, TELL]
 
 MOST_CONTEXT = 1 << 20  # the kernel counts a token's places in 20 bits
 THREADS = 1024
@@ -39,6 +40,13 @@ def begin(ops: Launcher, batch: Batch, state: SlotState) -> None:
             128,
             (*(a.ptr for a in arrays), np.int32(count), np.int32(state.history.shape[1])),
         )
+
+
+def tell(ops: Launcher, pinned: int, array: DeviceArray) -> None:
+    """A copy to page-locked host memory, which is there when the kernel has ended."""
+    assert array.nbytes % 4 == 0, array
+    words = array.nbytes // 4
+    ops.kernel(TELL)((-(-words // 256),), 256, (array.ptr, pinned, np.int32(words)))
 
 
 def sample(

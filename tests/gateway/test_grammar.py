@@ -231,3 +231,10 @@ def test_forced_calls_fit_and_are_understood(grammars, dialect):
 
 def test_a_mask_has_a_bit_for_each_token(grammars):
     assert len(grammars.guide("start: /a/").mask) == 9
+
+
+def test_answers_of_one_grammar_share_their_pace(grammars):
+    lark = json_grammar(SCHEMA)
+    first, second = grammars.guide(lark), grammars.guide(lark)
+    assert first.pace is second.pace is first.copy().pace
+    assert first.pace is not grammars.guide(json_grammar({"type": "integer"})).pace

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from voltapile.gateway.grammar import GrammarError
+from voltapile.gateway.grammar import SEEN_MASKS, GrammarError, Pace
 from voltapile.gateway.guides import Guides
 from voltapile.gateway.request import Chunk, Request, State
 from voltapile.workers.protocol import Sampling
@@ -21,6 +21,9 @@ class Follower:
 
     def __init__(self):
         self.threads = []
+        self.pace = Pace()
+        for _ in range(SEEN_MASKS):
+            self.pace.note(1e-5)
         self.mask = np.zeros(1, np.uint32)
 
     def advance(self, tokens):
@@ -92,15 +95,17 @@ async def test_nothing_is_told_of_what_has_ended(told):
     assert news == []
 
 
-async def test_its_thread_ends_with_it(told):
+async def test_its_threads_end_with_it(told):
     guides, _, changed = told
     others = threading.enumerate()
     guides.follow([(request(Follower()), Chunk([3]))])
     await asyncio.wait_for(changed.wait(), 5)
-    [thread] = [each for each in threading.enumerate() if each not in others]
+    threads = [each for each in threading.enumerate() if each not in others]
     guides.close()
-    await asyncio.to_thread(thread.join, 5)
-    assert not thread.is_alive()
+    for thread in threads:
+        await asyncio.to_thread(thread.join, 5)
+    assert len(threads) == 2
+    assert not any(thread.is_alive() for thread in threads)
 
 
 async def test_a_quick_mask_is_there_at_once(told):
@@ -139,3 +144,65 @@ async def test_a_quick_one_that_breaks_is_told_after_its_token(told, token):
     assert news == []
     await asyncio.wait_for(changed.wait(), 5)
     assert news[0][0] is bound
+
+
+class Slow(Follower):
+    """Its masks take until `is_free`."""
+
+    def __init__(self, is_free, seconds=5e-3):
+        super().__init__()
+        self.is_free = is_free
+        self.pace.note(seconds)
+        self.seconds = 1e-5  # the last one was quick
+
+    def advance(self, tokens):
+        assert self.is_free.wait(5)
+        return super().advance(tokens)
+
+
+async def test_a_grammar_with_slow_masks_holds_up_nobody(told):
+    """Not the event loop though its last mask was quick, nor the masks of others in a thread."""
+    guides, _, _ = told
+    is_free = threading.Event()
+    slow, unknown, quick = request(Slow(is_free)), request(Follower()), request(Follower())
+    quick.guide.seconds = 1e-4
+    guides.follow([(each, Chunk([3])) for each in (slow, unknown, quick)])
+    assert quick.guide.threads == ["MainThread"], "a slow one before it takes none of its time"
+    async with asyncio.timeout(5):
+        while unknown.mask is None:
+            await asyncio.sleep(0.01)
+    assert slow.mask is None
+    is_free.set()
+    async with asyncio.timeout(5):
+        while slow.mask is None:
+            await asyncio.sleep(0.01)
+    assert slow.guide.threads == ["slow grammar"]
+    assert unknown.guide.threads == ["grammar"]
+
+
+async def test_a_grammar_that_is_new_may_be_slow(told):
+    """As many masks as are seen first are not computed on the loop, however quick they are."""
+    guides, _, _ = told
+    bound = request(Follower())
+    bound.guide.pace = Pace()
+    for place in range(SEEN_MASKS + 1):
+        bound.guide.seconds, bound.mask = 1e-5, None
+        guides.follow([(bound, Chunk([place % 8]))])
+        async with asyncio.timeout(5):
+            while bound.mask is None:
+                await asyncio.sleep(0.001)
+    assert bound.guide.threads == ["slow grammar"] * SEEN_MASKS + ["MainThread"]
+
+
+def test_a_slow_mask_is_remembered_for_a_while():
+    pace = Pace()
+    assert pace.worst == math.inf
+    for seconds in [1e-4] * SEEN_MASKS + [5e-3]:
+        pace.note(seconds)
+    assert pace.worst == 5e-3
+    for _ in range(80):
+        pace.note(1e-4)
+    assert pace.worst > 2e-3
+    for _ in range(20):
+        pace.note(1e-4)
+    assert 1e-4 < pace.worst < 2e-3

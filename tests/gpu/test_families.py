@@ -20,6 +20,7 @@ from ..kernels.cuda.test_delta import (  # noqa: F401
 )
 from ..kernels.cuda.test_expert_stream import test_shared_expert  # noqa: F401
 from ..kernels.cuda.test_families import (  # noqa: F401
+    test_choice,
     test_delta_net,
     test_drafts_change_no_bits,
     test_experts,
@@ -28,6 +29,7 @@ from ..kernels.cuda.test_families import (  # noqa: F401
     test_ngram_rows,
     test_ngrams_join_the_streams,
     test_route,
+    test_route_norms_what_it_reads,
     test_route_of_prompts,
     test_streams,
 )

@@ -23,6 +23,7 @@ class Fake:
     answers: bool = True
     persistence: int = 1
     mode: int = 0
+    uuid: str = ""
 
 
 class FakeNvml:
@@ -58,6 +59,10 @@ class FakeNvml:
 
     def nvmlDeviceGetName(self, handle: Any, name: Any, room: Any) -> int:
         name.value = self.card(handle).name.encode()
+        return 0
+
+    def nvmlDeviceGetUUID(self, handle: Any, text: Any, room: Any) -> int:
+        text.value = self.card(handle).uuid.encode()
         return 0
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:

@@ -1,8 +1,9 @@
-// A token's experts by its logits: ranks by counting, and the weights of the chosen ones. The
-// largest logits are chosen, of equal ones the first expert, and last what is no number.
-// -D HELD: experts are no more than 32 times as many.
+// A token's experts by its logits, and the weights of the chosen ones, by a warp: ranks are counted
+// among the few that may be chosen. The largest logits are chosen, of equal ones the first expert,
+// and last what is no number. -D HELD: experts are no more than 32 times as many.
 #pragma once
 #include "block.cuh"
+#include "half.cuh"
 #include "quotient.cuh"
 
 #ifndef HELD
@@ -14,12 +15,8 @@ namespace voltapile {
 using u64 = unsigned long long;
 
 constexpr unsigned EXPERTS = 32 * HELD;  // the most that an instance takes
-constexpr unsigned GROUPS = 64;          // of neighbouring experts
-constexpr unsigned MEMBERS = EXPERTS / GROUPS;
 constexpr unsigned MOST_USED = 32;
-constexpr unsigned SPLIT = 2;                      // lanes that share a candidate
-constexpr unsigned AT_ONCE = HELD < 8 ? HELD : 8;  // of a thread's loads
-constexpr unsigned NO_NUMBER = 1;
+constexpr unsigned NO_NUMBER = 1, LEAST_NUMBER = 0x007fffff;  // keys, of that and of -infinity
 
 // Of a logit, never 0: in the order of numbers, and what is no number is below them all.
 __device__ __forceinline__ unsigned key_of(float x) {
@@ -27,21 +24,25 @@ __device__ __forceinline__ unsigned key_of(float x) {
   const unsigned key = bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
   return x == x ? key : NO_NUMBER;
 }
+// What is no number is as the least one.
 __device__ __forceinline__ float logit_of(unsigned key) {
+  key = max(key, LEAST_NUMBER);
   const unsigned is_negative = static_cast<unsigned>(static_cast<int>(~key) >> 31);
   return __uint_as_float(key ^ (is_negative | 0x80000000u));
 }
 
-// A token's choice in shared memory. keys: of its logits, 0 where there is no expert.
-struct Choice {
-  unsigned keys[EXPERTS];
-  u64 best[GROUPS], winners[MOST_USED];  // by rank
-  int groups[MOST_USED];                 // by the rank of their best
+// Keys of a lane: of experts lane, lane + 32, ...; 0 where there is none.
+using Keys = unsigned[HELD];
 
-  // Larger than all that come behind it: of equal ones the first expert.
-  __device__ __forceinline__ u64 whole(unsigned expert) const {
-    return static_cast<u64>(keys[expert]) << 32 | ~expert;
-  }
+constexpr unsigned ROUND = 32;  // candidates that one is compared with at once
+
+// A token's choice in shared memory.
+struct __align__(16) Choice {
+  static constexpr unsigned NOWHERE = EXPERTS + ROUND;
+  unsigned keys[EXPERTS + ROUND + 8];           // of candidates in the order of experts, and zeros
+  unsigned short experts[EXPERTS + ROUND + 8];  // theirs
+  float values[MOST_USED];                      // of the chosen ones, by rank: shares of their sum
+  int winners[MOST_USED];
 };
 
 // What other blocks write meanwhile.
@@ -62,110 +63,131 @@ __device__ __forceinline__ void leave(unsigned* place, unsigned value) {
 #endif
 }
 
-// Threads that work on one token: a warp, or a power of two of warps.
-struct Crew {
-  unsigned mine, bits;  // this one's number; log2 of how many there are
-
-  __device__ __forceinline__ unsigned size() const { return 1u << bits; }
-};
-
-// The `used` best groups hold all that is chosen, since each has one that is better than any of the
-// others. Ranks are counted. The whole block calls, with used = 0 for a token that is not there.
-__device__ __forceinline__ void rank_groups(Choice& own, unsigned used, Crew crew) {
-#pragma unroll 1
-  for (unsigned g = crew.mine; g < GROUPS; g += crew.size()) {
-    unsigned best = own.keys[MEMBERS * g], at = 0;
-#pragma unroll
-    for (unsigned i = 1; i < MEMBERS; ++i) {
-      const unsigned key = own.keys[MEMBERS * g + i];
-      if (key > best) best = key, at = i;
-    }
-    own.best[g] = static_cast<u64>(best) << 32 | ~(MEMBERS * g + at);
-  }
-  __syncthreads();
-  const unsigned split = crew.bits > 6 ? crew.bits - 6 : 0;  // log2 of lanes that share a group
-#pragma unroll 1
-  for (unsigned item = crew.mine; item < GROUPS << split; item += crew.size()) {
-    const unsigned g = item >> split;
-    const u64 best = own.best[g], *with = own.best + (item & ((1u << split) - 1));
-    unsigned rank = 0;
-#pragma unroll 1
-    for (unsigned j = 0; j < GROUPS >> split; j += 8)
-#pragma unroll
-      for (unsigned i = 0; i < 8; ++i) rank += with[(j + i) << split] > best;
-#pragma unroll 1
-    for (unsigned step = 1u << split >> 1; step > 0; step >>= 1)
-      rank += __shfl_xor_sync(ALL, rank, step);
-    if (rank < used) own.groups[rank] = g;
-  }
-  __syncthreads();
-}
-
-// Of their members the best; the block calls as above.
-__device__ __forceinline__ void rank_members(Choice& own, unsigned used, Crew crew) {
-  const unsigned items = used * MEMBERS * SPLIT;
-#pragma unroll 1
-  for (unsigned start = 0; start < items; start += crew.size()) {
-    const bool is_in = start + crew.mine < items;
-    const unsigned item = is_in ? start + crew.mine : 0, i = item / SPLIT, part = item % SPLIT;
-    const u64 candidate = own.whole(MEMBERS * own.groups[i / MEMBERS] + i % MEMBERS);
-    unsigned rank = 0;
-#pragma unroll 2
-    for (unsigned g = part; g < used; g += SPLIT) {
-      const unsigned first = MEMBERS * own.groups[g];
-#pragma unroll
-      for (unsigned j = 0; j < MEMBERS; ++j) rank += own.whole(first + j) > candidate;
-    }
-    rank += __shfl_xor_sync(ALL, rank, 1);
-    if (is_in && rank < used) own.winners[rank] = candidate;
-  }
-  __syncthreads();
-}
-
-// When keys are there; the block calls as above. Weights are shares of the chosen ones, so that the
-// others' sum cancels. They are added by rank.
-__device__ __forceinline__ void choose(Choice& own, int* chosen, float* weights, u64* counts,
-                                       unsigned used, Crew crew) {
-  __syncthreads();
-  rank_groups(own, used, crew);
-  rank_members(own, used, crew);
-  if (crew.mine >= 32 || used == 0) return;
-  const u64 winner = own.winners[min(crew.mine, used - 1)];
-  const unsigned key = static_cast<unsigned>(winner >> 32), expert = ~static_cast<unsigned>(winner);
-  const float best = logit_of(static_cast<unsigned>(own.winners[0] >> 32));
-  const float value = key == NO_NUMBER ? 0.0f : expf(logit_of(key) - best);
-  float all = 0.0f;
-#pragma unroll 4
-  for (unsigned rank = 0; rank < used; ++rank) all += __shfl_sync(ALL, value, rank);
-  if (crew.mine >= used) return;
-  chosen[crew.mine] = static_cast<int>(expert);
-  weights[crew.mine] = quotient(value, all);
-  atomicAdd(counts + expert, static_cast<u64>(1));
-}
-
 // A token's keys as blocks leave them, when all are there; places are 0 again then.
-__device__ __forceinline__ void collect(unsigned* inbox, unsigned* keys, unsigned experts,
-                                        Crew crew) {
+__device__ __forceinline__ void collect(unsigned* inbox, Keys& keys, unsigned experts,
+                                        unsigned lane) {
+  inbox += lane;
+  bool is_whole;
+  do {
+    is_whole = true;
+#pragma unroll
+    for (unsigned i = 0; i < HELD; ++i)
+      keys[i] = 32 * i + lane < experts ? look_at(inbox + 32 * i) : NO_NUMBER;
+#pragma unroll
+    for (unsigned i = 0; i < HELD; ++i) is_whole &= keys[i] != 0;
+  } while (!__all_sync(ALL, is_whole));
+#pragma unroll
+  for (unsigned i = 0; i < HELD; ++i) {
+    if (32 * i + lane < experts) leave(inbox + 32 * i, 0);
+    else keys[i] = 0;
+  }
+}
+
+struct Least {
+  __device__ unsigned operator()(unsigned a, unsigned b) const { return min(a, b); }
+};
+__device__ __forceinline__ unsigned least_of_warp(unsigned value) {
+#if VP_ARCH >= 800 && !defined(VP_EMULATION)
+  return __reduce_min_sync(ALL, value);
+#else
+  return warp_join(value, Least());
+#endif
+}
+__device__ __forceinline__ unsigned most_of_warp(unsigned value) { return ~least_of_warp(~value); }
+
+// Puts down who may be chosen, and tells how many. Lanes l, l + used, ... are a group, so that each
+// of `used` groups has one that is no less than the least of their best: nobody below that is.
+// best: of the lane's keys. Of experts in any order that leaves 22 where 8 are chosen, in the mean.
+__device__ __forceinline__ unsigned put_candidates(const Keys& keys, unsigned best, Choice& own,
+                                                   unsigned used, unsigned lane) {
+  unsigned most = best;
 #pragma unroll 1
-  for (unsigned start = crew.mine; start < EXPERTS; start += AT_ONCE * crew.size()) {
-    unsigned key[AT_ONCE], least;
-    do {
+  for (unsigned from = lane + used; from < lane + 32; from += 4 * used) {
+    unsigned other[4];
 #pragma unroll
-      for (unsigned i = 0; i < AT_ONCE; ++i) {
-        const unsigned e = start + (i << crew.bits);
-        key[i] = e < experts ? look_at(inbox + e) : NO_NUMBER;
-      }
-      least = key[0];
+    for (unsigned i = 0; i < 4; ++i) other[i] = __shfl_sync(ALL, best, from + i * used & 31);
 #pragma unroll
-      for (unsigned i = 1; i < AT_ONCE; ++i) least = min(least, key[i]);
-    } while (least == 0);
+    for (unsigned i = 0; i < 4; ++i) most = max(most, from + i * used < 32 ? other[i] : 0);
+  }
+  const unsigned least = max(least_of_warp(lane < used ? most : ~0u), 1u);
+  const unsigned before = (1u << lane) - 1;
+  unsigned count = 0;
 #pragma unroll
-    for (unsigned i = 0; i < AT_ONCE; ++i) {
-      const unsigned e = start + (i << crew.bits);
-      if (e < EXPERTS) keys[e] = e < experts ? key[i] : 0;
-      if (e < experts) leave(inbox + e, 0);
+  for (unsigned i = 0; i < HELD; ++i) {
+    const bool is_in = keys[i] >= least;
+    const unsigned all = __ballot_sync(ALL, is_in);
+    const unsigned at = is_in ? count + __popc(all & before) : Choice::NOWHERE;
+    own.keys[at] = keys[i], own.experts[at] = 32 * i + lane;
+    count += __popc(all);
+  }
+  static_assert(ROUND == 32);
+  own.keys[count + lane] = 0, own.values[lane] = 0.0f;
+  __syncwarp();
+  return count;
+}
+
+// Counts one more, if a > b.
+__device__ __forceinline__ void count_more(unsigned& more, unsigned a, unsigned b) {
+#ifdef VP_EMULATION
+  more += a > b;
+#else
+  asm("{ .reg .pred p; setp.gt.u32 p, %1, %2; @p add.u32 %0, %0, 1; }"
+      : "+r"(more) : "r"(a), "r"(b));
+#endif
+}
+
+// How many candidates are better than one; of equal ones the first is.
+__device__ __forceinline__ unsigned rank_of(const Choice& own, unsigned key, unsigned mine,
+                                            unsigned count) {
+  const auto four = [&](unsigned at) { return *reinterpret_cast<const uint4*>(own.keys + at); };
+  const unsigned place = mine & 3;
+  const uint4 beside = four(mine - place);
+  unsigned more[4] = {place > 0 && beside.x == key, place > 1 && beside.y == key,
+                      place > 2 && beside.z == key, 0};  // apart, so that none waits for another
+#pragma unroll 1
+  for (unsigned at = 0; at < count; at += ROUND) {
+    uint4 others[ROUND / 4];
+#pragma unroll
+    for (unsigned i = 0; i < ROUND / 4; ++i) others[i] = four(at + 4 * i);
+#pragma unroll
+    for (unsigned i = 0; i < ROUND / 4; ++i) {
+      const unsigned below = at + 4 * i + 4 <= mine ? key - 1 : key;
+      count_more(more[0], others[i].x, below), count_more(more[1], others[i].y, below);
+      count_more(more[2], others[i].z, below), count_more(more[3], others[i].w, below);
     }
   }
+  return (more[0] + more[1]) + (more[2] + more[3]);
+}
+
+// The warp calls. Weights are shares of the chosen ones, so that the others' sum cancels. They are
+// added by rank.
+__device__ __forceinline__ void choose(const Keys& keys, Choice& own, int* chosen, float* weights,
+                                       u64* counts, unsigned used, unsigned lane) {
+  unsigned best = keys[0];
+#pragma unroll
+  for (unsigned i = 1; i < HELD; ++i) best = max(best, keys[i]);
+  const unsigned count = put_candidates(keys, best, own, used, lane);
+  const float first = logit_of(most_of_warp(best));
+#pragma unroll 1
+  for (unsigned mine = lane; mine < count; mine += 32) {
+    const unsigned key = own.keys[mine];
+    const int expert = own.experts[mine];
+    const float value = expf(logit_of(key) - first);
+    const unsigned rank = rank_of(own, key, mine, count);
+    if (rank < used) own.values[rank] = value, own.winners[rank] = expert;
+  }
+  __syncwarp();
+  if (lane >= used) return;
+  const int expert = own.winners[lane];
+  const float value = own.values[lane];
+  float all = 0.0f;
+#pragma unroll 1
+  for (unsigned rank = 0; rank < used; rank += 8)
+#pragma unroll
+    for (unsigned i = 0; i < 8; ++i) all += own.values[rank + i];
+  chosen[lane] = expert;
+  weights[lane] = quotient(value, all);
+  atomicAdd(counts + expert, static_cast<u64>(1));
 }
 
 }  // namespace voltapile

@@ -50,6 +50,14 @@ struct Eight {
   }
 };
 
+// Of a token that has all columns, those of the first group of four; and what is of group f.
+__device__ __forceinline__ const std::uint8_t* column_of_one(const std::uint8_t* token, int lane) {
+  return token + 64 * (lane >> 3) + 32 * (lane >> 2 & 1) + 8 * (lane & 3);
+}
+__device__ __forceinline__ unsigned of_run(unsigned word, int f, int lane) {
+  return lane >> 3 == f ? word : 0;
+}
+
 template <class T, class B>
 struct ByGroups {
   static __device__ __forceinline__ void add(float& sum, float2 factor, const int* c, float all) {
@@ -97,11 +105,11 @@ struct ByGroups {
   }
 
   // Behind a row's last group there is something to read.
-  static __device__ __forceinline__ void multiply_one(const std::uint8_t* memory,
-                                                      const int (&at)[Tile::ROWS],
-                                                      const std::uint8_t* token, int lane,
-                                                      int groups, float (&sums)[2]) {
-    const std::uint8_t* column = column_of_one(token, 64, lane);
+  static __device__ __forceinline__ float multiply_one(const std::uint8_t* memory,
+                                                       const int (&at)[Tile::ROWS],
+                                                       const std::uint8_t* token, int lane,
+                                                       int groups) {
+    const std::uint8_t* column = column_of_one(token, lane);
     const int p = lane & 3;
     float parts[2] = {};
 #pragma unroll 1
@@ -122,12 +130,10 @@ struct ByGroups {
         if (group < groups) add(parts[i], factor, c + 2 * i, sum_of(token, group));
       }
     }
-    const float scale = *reinterpret_cast<const float*>(token + T::SCALE);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      parts[i] += __shfl_xor_sync(~0u, parts[i], 1);
-      sums[i] = scale * (parts[i] + __shfl_xor_sync(~0u, parts[i], 2));
-    }
+    float sum = p & 1 ? parts[1] : parts[0];
+    sum += __shfl_xor_sync(~0u, p & 1 ? parts[0] : parts[1], 1);
+    return *reinterpret_cast<const float*>(token + T::SCALE) *
+           (sum + __shfl_xor_sync(~0u, sum, 2));
   }
 };
 template <>

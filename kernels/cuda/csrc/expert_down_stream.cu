@@ -2,7 +2,7 @@
 // and with it the expert that every token takes. A block has 16 rows of all of them: their bytes,
 // contiguous whether they lie by tiles or by rows, are on their way to its shared memory before
 // tokens come; then a warp takes one chunk of one expert, or a few. -D FORMAT; OTHER, of the
-// expert that every token takes; ALONE 1 if there is none; WARPS, as many as a block may have;
+// expert that every token takes; ALONE 1 if there is none, else WARPS, as many as a block may have;
 // TILES 1 and MANY 0; PUSH 1, where what is made is this rank's part of a sum and goes to the
 // others at once.
 #include "expert_chunks.cuh"
@@ -19,6 +19,13 @@ using namespace voltapile;
 #endif
 #ifndef PUSH
 #define PUSH 0
+#endif
+// 24 warps, of one token, find room beside a block of expert_up_stream, and twice as many do not:
+// of two blocks of a multiprocessor all others would wait for the second one.
+#if ALONE && !defined(VP_EMULATION)
+#define BOUNDS __maxnreg__((Equal<formats::FORMAT, formats::Q5_K>::value ? 64 : 56))
+#else
+#define BOUNDS __launch_bounds__(32 * WARPS, 1)
 #endif
 constexpr bool IS_ALONE = ALONE;
 #if VP_ARCH >= 800
@@ -68,11 +75,8 @@ struct Rows {
     int at[Tile::ROWS];
 #pragma unroll
     for (int i = 0; i < Tile::ROWS; ++i) at[i] = tile.row(i) * lay.row + chunk * lay.chunk;
-    float sums[2];
-    WholeBlock<Format>::multiply_one(memory, at, slot, lane, C{k}.groups(chunk), sums);
-    if ((lane & 3) == 0)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) kept[tile.row(i)] = sums[i];
+    const float sum = WholeBlock<Format>::multiply_one(memory, at, slot, lane, C{k}.groups(chunk));
+    if ((lane & 2) == 0) kept[tile.row(lane & 1)] = sum;
   }
 };
 #endif
@@ -80,9 +84,9 @@ struct Rows {
 // grid: (rows / 16, tokens), as many warps as suit. inner: [tokens * used][k], other_inner
 // [tokens][other_k] or null; out [tokens][rows]: the weighted sum over a token's experts in the
 // order of `chosen`, then the one that all take. tiled: bit 0 if experts lie by tiles, 1 if the one
-// that all take does. What was chosen is there before the wait, since expert_up_stream is the
-// kernel before; so it has asked for all of its own weights.
-extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALONE ? 3 : 2)
+// that all take does. What was chosen is there before the wait, since expert_up_stream, the kernel
+// before, has waited for it.
+extern "C" __global__ void BOUNDS
     expert_down_stream(const Expert* table, int count, int first, const int* chosen,
                        const float* shares, const float* inner, float* out, int used, int k,
                        int rows, int accumulate, int tiled, const std::uint8_t* other_down,
@@ -95,7 +99,6 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ Present here;
   __shared__ Bell bells[MOST_USED + 1];
-  __shared__ float sums[(MOST_USED + 1) * 16];
   const int warp = own_warp(), lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   const long long token = blockIdx.y, unit = blockIdx.x;
 #if PUSH
@@ -105,12 +108,11 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
 #endif
   const Rows<F> tiles(k, tiled & 1);
   const Rows<O> other_tile(IS_ALONE ? 0 : other_k, tiled & 2);
-  const Chunks<F> cut{k};
-  const Chunks<O> other_cut{other_tile.k};
   here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, used);
   __syncwarp();
-  const int chunks = cut.count(), items = here.count * chunks, others = other_cut.count();
-  const int results = here.count + (others > 0), all = items + others;
+  const int chunks = Chunks<F>{k}.count(), others = Chunks<O>{other_tile.k}.count();
+  const int items = here.count * chunks, all = items + others;
+  const int results = here.count + (others > 0);
   // Tiles, a token's chunk for each warp, items' sums.
   std::uint8_t* other_memory = shared + used * tiles.bytes;
   std::uint8_t* slot = other_memory + (IS_ALONE ? 0 : other_tile.bytes) + warp * SLOT;
@@ -124,64 +126,78 @@ extern "C" __global__ void __launch_bounds__(IS_ALONE ? 32 * WARPS : 448, IS_ALO
       fetch(shared + n * tiles.bytes, here.down[n] + unit * tiles.bytes, tiles.bytes, bells + n,
             lane);
   }
-  const float* own_inner = inner + token * used * k;
-  const float* others_inner = other_inner + token * other_k;
-  // A walk goes over a token's experts as over tiles; behind them are items of the one that all
-  // take.
-  const auto load = [&](const Walk& at, int item) {
-    return !IS_ALONE && item >= items
-               ? other_cut.load(others_inner, item - items, lane)
-               : cut.load(own_inner + here.ranks[at.tile] * k, at.chunk, lane);
+  // A chunk of a token's expert, or behind those of the one that all take.
+  const float *own_inner = inner + token * used * k, *others_inner = other_inner + token * other_k;
+  int item = warp, tile = 0, chunk = 0;
+  const auto find = [&] {
+    tile = IS_ALONE || item < items ? static_cast<unsigned>(item) / chunks : here.count;
+    chunk = item - tile * chunks;
   };
-  Walk ahead(warp, chunks), walk = ahead;
-  const bool writes = threadIdx.x < 16;
-  float* to = out + token * rows + 16 * unit + threadIdx.x;
+  const auto is_other = [&] { return !IS_ALONE && item >= items; };
+  const float* row_from = others_inner;
+  if (item < all) {
+    find();
+    if (!is_other()) row_from = own_inner + here.ranks[tile] * k;
+  }
+  const auto load = [&](const float* from) {
+    return is_other() ? Chunks<O>{other_k}.load(from, chunk, lane)
+                      : Chunks<F>{k}.load(from, chunk, lane);
+  };
+  // Sums of rows are made by the first warps: lane l has row l % 4 of theirs, of result l / 4.
+  const int row = 4 * warp + (lane & 3);
+  const bool writes = warp < 4 && lane < 4;
+  float* to = out + token * rows + 16 * unit + row;
   if (warp == warps - 1) line.begin(token, 1, lane);
+  if (HAS_BELLS) __syncthreads();
   grid_wait();
   if (!PUSH) grid_launch();
   Held held;
-  if (warp < all) held = load(ahead, warp);
+  if (item < all) held = load(row_from);
   const float before = writes && accumulate ? *to : 0.0f;
   if (!HAS_BELLS) {
     commit_copies();
     wait_for_copies<0>();
+    __syncthreads();
   }
-  __syncthreads();
 #pragma unroll 1
-  for (int item = warp; item < all; item += warps, walk.advance(warps, chunks)) {
-    const Held own = held;
-    const bool is_other = !IS_ALONE && item >= items;
-    ahead.advance(warps, chunks);
-    if (item + warps < all) held = load(ahead, item + warps);
-    if (is_other)
-      WholeTokens<O>::put(slot, own, lane);
+  while (item < all) {
+    if (is_other())
+      WholeTokens<O>::put(slot, held, lane);
     else
-      WholeTokens<F>::put(slot, own, lane);
+      WholeTokens<F>::put(slot, held, lane);
     __syncwarp();
-    hear(bells + (is_other ? here.count : walk.tile), true);
-    if (is_other)
-      other_tile.multiply(other_memory, item - items, slot, kept + 16 * item, lane);
+    hear(bells + tile, true);
+    if (is_other())
+      other_tile.multiply(other_memory, chunk, slot, kept + 16 * item, lane);
     else
-      tiles.multiply(shared + walk.tile * tiles.bytes, walk.chunk, slot, kept + 16 * item, lane);
+      tiles.multiply(shared + tile * tiles.bytes, chunk, slot, kept + 16 * item, lane);
+    item += warps;
+    if (item >= all) break;
+    find();
+    held = load(is_other() ? others_inner : own_inner + here.ranks[tile] * k);
     __syncwarp();  // the token has been read
   }
   __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 16 * results; i += blockDim.x) {
-    const int n = i / 16, own = n < here.count ? chunks : others;
-    const float* from = kept + n * chunks * 16 + i % 16;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int chunk = 0; chunk < own; ++chunk) sum += from[16 * chunk];
-    sums[i] = n < here.count ? here.weights[n] * sum : sum;
-  }
-  __syncthreads();
-  if (!writes) return;
+  if (warp >= 4) return;
+  const int most = max(chunks, others);
   float sum = 0.0f;
-#pragma unroll 4
-  for (int n = 0; n < results; ++n) sum += sums[16 * n + threadIdx.x];
+#pragma unroll 1
+  for (int first_of = 0; first_of < results; first_of += 8) {
+    const int n = first_of + (lane >> 2), own = n < here.count ? chunks : n < results ? others : 0;
+    const float* sums = kept + n * chunks * 16 + row;
+    const float weight = n < here.count ? here.weights[n] : 1.0f;
+    float part = 0.0f;
+#pragma unroll 1
+    for (int at = 0; at < most; at += 4)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part += at + i < own ? sums[16 * (at + i)] : 0.0f;
+    part *= weight;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += __shfl_sync(~0u, part, 4 * i + (lane & 3));
+  }
+  if (!writes) return;
   sum = accumulate ? before + sum : sum;
   *to = sum;
-  line.send(sum, 0, 16 * unit + threadIdx.x);
+  line.send(sum, 0, 16 * unit + row);
 #endif
 }

@@ -40,14 +40,14 @@ __device__ __forceinline__ void make_bells(Bell* bells, int count) {
 
 // A warp's places for pieces of SIZE bytes, taken in turn: `depth` of them, two to four.
 template <int SIZE>
-struct Ring {
+struct PieceRing {
   std::uint8_t* memory;
   Bell* bells;
   int depth, lane;
   int asking = 0, hearing = 0;  // places
   bool is_odd = true;
 
-  __device__ __forceinline__ Ring(std::uint8_t* memory, Bell* bells, int depth, int lane)
+  __device__ __forceinline__ PieceRing(std::uint8_t* memory, Bell* bells, int depth, int lane)
       : memory(memory), bells(bells), depth(depth), lane(lane) {
     make_bells(bells, depth);
   }

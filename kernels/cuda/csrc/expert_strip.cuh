@@ -81,8 +81,7 @@ struct Asked {
 template <class F>
 struct Strip {
   using C = Chunks<F>;
-  static constexpr int SIZE = 16 * C::BYTES, BELLS = 128;
-  static_assert(sizeof(Bell) * WARPS * MOST_DEPTH <= BELLS);
+  static constexpr int SIZE = 16 * C::BYTES, BELLS = whole(sizeof(Bell) * WARPS * MOST_DEPTH);
   int tiles, k, room, depth;
   std::uint8_t* memory;
 
@@ -90,8 +89,11 @@ struct Strip {
   __device__ __forceinline__ std::uint8_t* tokens() const {
     return memory + BELLS + WARPS * depth * SIZE;
   }
+  __device__ __forceinline__ std::uint8_t* end() const {
+    return tokens() + C{k}.count() * room * (C::SLOT + 64 * tiles);
+  }
   // A warp's own, for all that a block multiplies: bells go on ringing.
-  __device__ __forceinline__ Ring<SIZE> ring() const {
+  __device__ __forceinline__ PieceRing<SIZE> ring() const {
     const int warp = own_warp();
     return {memory + BELLS + warp * depth * SIZE,
             reinterpret_cast<Bell*>(memory) + warp * MOST_DEPTH, depth,
@@ -101,10 +103,11 @@ struct Strip {
   // first_of(tile): its bytes. Of `from`, by all threads: row(token), of `count` tokens;
   // see(token, chunk, values of this lane), by the warp that puts them down; arrive(), after which
   // they can be read, if weights are asked for before that (IS_EARLY), and nothing else. When all
-  // weights are asked for, the next kernel may ask for its own.
+  // weights are asked for, the next kernel may ask for its own; where there is one block of each
+  // multiprocessor (IS_LONE) when rings are full, since it needs longer than that to begin.
   template <class First, class From>
   __device__ __forceinline__ Sums multiply(int count, First first_of, From& from,
-                                           Ring<SIZE>& ring) const {
+                                           PieceRing<SIZE>& ring) const {
     const int lane = threadIdx.x & 31, warp = own_warp();
     const C cut{k};
     const int chunks = cut.count(), slot = slot_bytes();
@@ -125,7 +128,7 @@ struct Strip {
       from.arrive();
       asked.begin(row_of);
     }
-    if (ahead.tile >= tiles) grid_launch();
+    if (From::IS_LONE || ahead.tile >= tiles) grid_launch();
     asked.finish(row_of, [&](int token, int chunk, const Held& held) {
       WholeTokens<F>::put(put_down + chunk * slot + token * C::SLOT, held, lane);
       from.see(token, chunk, cut, held);
@@ -147,7 +150,7 @@ struct Strip {
         for (int i = 0; i < 2; ++i) to[(lane & 3) * 16 + tile.row(i)] = sums[i];
       __syncwarp();  // what was read may be overwritten
       ask();
-      if (ahead.tile >= tiles) grid_launch();
+      if (!From::IS_LONE && ahead.tile >= tiles) grid_launch();
     }
     __syncthreads();
     return {kept, chunks, room};

@@ -26,6 +26,16 @@ __device__ __forceinline__ int sum_of_bytes(unsigned word) {
 #endif
 }
 
+// Of a number that is not tiny.
+__device__ __forceinline__ float inverse_of(float x) {
+#ifdef VP_EMULATION
+  return 1.0f / x;
+#else
+  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+#endif
+}
+
 // What a lane asks for: eight values.
 struct Held {
   float4 a, b;
@@ -36,13 +46,12 @@ struct Bytes16 {
 };
 __device__ __forceinline__ void split(const float4& v, float scale, unsigned& high,
                                       unsigned& low) {
-  // Added to 1.5 x 2^23, a number is in the last bits of the sum.
-  constexpr float MAGIC = 12582912.0f;
+  // Added to 1.5 x 2^23 and 128, a number and 128 are in the last bits of the sum.
+  constexpr float MAGIC = 12583040.0f;
   const float values[4] = {v.x, v.y, v.z, v.w};
   unsigned q[4];  // second bytes are the upper ones, first ones less 128 the lower
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    q[i] = __float_as_uint(fmaf(values[i], scale, MAGIC)) - (0x4b400000u - 128u);
+  for (int i = 0; i < 4; ++i) q[i] = __float_as_uint(fmaf(values[i], scale, MAGIC));
   const unsigned first = __byte_perm(q[0], q[1], 0x5140), second = __byte_perm(q[2], q[3], 0x5140);
   low = __byte_perm(first, second, 0x5410) ^ 0x80808080;
   high = __byte_perm(first, second, 0x7632);
@@ -63,7 +72,7 @@ __device__ __forceinline__ float put_eight(std::uint8_t* own, const Held& held, 
 #pragma unroll
   for (int i = 0; i < 8; ++i) most = max(most, __float_as_uint(values[i]) & 0x7fffffffu);
   most = max(largest_of_lanes(most), 0x0da24260u);  // 1e-30
-  const float largest = __uint_as_float(most), scale = __fdividef(32512.0f, largest);
+  const float largest = __uint_as_float(most), scale = 32512.0f * inverse_of(largest);
   split(held.a, scale, bytes.high.x, bytes.low.x);
   split(held.b, scale, bytes.high.y, bytes.low.y);
   std::uint8_t* at = own + 64 * (lane >> 2) + 8 * (lane & 3);
@@ -105,38 +114,15 @@ template <>
 struct WholeTokens<formats::Q5_K> : WholeTokens<formats::Q4_K> {};
 template <>
 struct WholeTokens<formats::Q6_K> {
-  // OFFSETS: of each 16 columns what their sums begin with, since weights are 32 less.
-  static constexpr int PER_TOKEN = 832, OFFSETS = 512, SCALE = 768;
+  static constexpr int PER_TOKEN = 576, SCALE = 544;
 
-  static __device__ __forceinline__ Held load(const float* row, int column, int, int lane) {
-    const float4* from =
-        reinterpret_cast<const float4*>(row + column + 32 * (lane >> 2) + 4 * (lane & 3));
-    return {from[0], from[4]};
+  static __device__ __forceinline__ Held load(const float* row, int column, int k, int lane) {
+    return WholeTokens<formats::Q4_K>::load(row, column, k, lane);
   }
   static __device__ __forceinline__ void put(std::uint8_t* own, const Held& held, int lane) {
     Bytes16 bytes;
     const float scale = put_eight(own, held, lane, bytes);
-    // Of both halves of a group, each in 16 bits: as many as four lanes need.
-    int highs = sum_of_bytes(bytes.high.x) + 65536 * sum_of_bytes(bytes.high.y);
-    int lows = sum_of_bytes(bytes.low.x) + 65536 * sum_of_bytes(bytes.low.y);
-#pragma unroll
-    for (int step = 1; step < 4; step <<= 1) {
-      highs += __shfl_xor_sync(~0u, highs, step);
-      lows += __shfl_xor_sync(~0u, lows, step);
-    }
-    if ((lane & 3) < 2) {
-      const int high = half_sum(highs, lane & 1), low = half_sum(lows, lane & 1);
-      reinterpret_cast<int4*>(own + OFFSETS)[2 * (lane >> 2) + (lane & 1)] =
-          int4{-32 * high, -32 * low, -32 * high, -32 * low};
-    }
     if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale;
-  }
-
- private:
-  // x is a + 65536 b, with signs.
-  static __device__ __forceinline__ int half_sum(int x, int is_second) {
-    const int first = static_cast<std::int16_t>(x);
-    return is_second ? (x - first) >> 16 : first;
   }
 };
 

@@ -57,13 +57,42 @@ struct Seats {
 struct Seated {
   const Seats& seats;
   const float* x;
-  static constexpr bool IS_EARLY = false;
+  static constexpr bool IS_EARLY = false, IS_LONE = false;
 
+  // For each of `own` tokens, by a thread; row: that it is written to.
+  static __device__ __forceinline__ Seated sit(Seats& seats, const float* x, int own,
+                                               unsigned token, unsigned row, int k, int width) {
+    __syncthreads();  // what is in shared memory has been read
+    if (threadIdx.x < own) {
+      seats.from[threadIdx.x] = static_cast<long long>(token) * k;
+      seats.to[threadIdx.x] = static_cast<long long>(row) * width;
+    }
+    __syncthreads();
+    return {seats, x};
+  }
   __device__ __forceinline__ void arrive() const {}
   __device__ __forceinline__ const float* row(int token) const { return x + seats.from[token]; }
+  __device__ __forceinline__ long long to(int token) const { return seats.to[token]; }
   template <class Cut>
   __device__ __forceinline__ void see(int, int, const Cut&, const Held&) const {}
   __device__ __forceinline__ float factor(int) const { return 1.0f; }  // of what is written
+};
+// The same of a launch's only token, of which nobody has to be told.
+struct Lone {
+  const float* x;
+  long long at;
+  static constexpr bool IS_EARLY = false, IS_LONE = true;
+
+  static __device__ __forceinline__ Lone sit(Seats&, const float* x, int, unsigned, unsigned row,
+                                             int, int width) {
+    return {x, static_cast<long long>(row) * width};
+  }
+  __device__ __forceinline__ void arrive() const {}
+  __device__ __forceinline__ const float* row(int) const { return x; }
+  __device__ __forceinline__ long long to(int) const { return at; }
+  template <class Cut>
+  __device__ __forceinline__ void see(int, int, const Cut&, const Held&) const {}
+  __device__ __forceinline__ float factor(int) const { return 1.0f; }
 };
 #endif
 

@@ -2,11 +2,19 @@
 // every token takes. Each token has the bits that it has alone; nothing comes from the host.
 //
 // The next kernel may begin when this one has waited: so the choice is there before that one waits.
+// -D as in expert_twins.cuh; ONE 1, of a launch with one token.
+#include "either.cuh"
 #include "expert_twins.cuh"
 
 using namespace voltapile;
 
+#ifndef ONE
+#define ONE 0
+#endif
+constexpr bool IS_ONE = ONE;
 #if VP_ARCH >= 800
+using Own = Either<IS_ONE, Lone, Seated>::type;
+
 struct Columns {  // as they begin in an Expert
   const std::uint8_t *gate, *up;
 };
@@ -14,7 +22,7 @@ static_assert(GATE == 0 && UP == 1 && sizeof(Expert) % 16 == 0 && sizeof(Columns
 
 // Tokens of the expert that every token takes. weight: null, or factors are sigmoid(x . weight).
 // parts, in shared memory: [token of `room`][chunk].
-struct Everybody : Seated {
+struct Everybody : Own {
   const float* weight;
   float* parts;
   int chunks;
@@ -52,8 +60,8 @@ struct Units {
   // silu(gate x) * up x. source: as of Strip.
   template <class Format, class From>
   __device__ __forceinline__ void make(const Strip<Format>& strip,
-                                       Ring<Strip<Format>::SIZE>& ring, int tokens, From source,
-                                       float* out) const {
+                                       PieceRing<Strip<Format>::SIZE>& ring, int tokens,
+                                       From source, float* out) const {
     const long long unit_bytes = 16 * Chunks<Format>{k}.row_bytes();
     const Sums sums = strip.multiply(
         tokens,
@@ -62,16 +70,13 @@ struct Units {
     if (tokens <= 0) return;
     // A warp has a token of a unit, half of its lanes the gate's rows, the others those of up.
     const int warp = own_warp(), lane = threadIdx.x & 31;
-    int unit = 0, token = warp;
 #pragma unroll 1
-    for (;; token += WARPS) {
-#pragma unroll 1
-      for (; token >= tokens; ++unit) token -= tokens;
-      if (unit >= count) return;
+    for (unsigned i = warp; i < count * tokens; i += WARPS) {
+      const int unit = IS_ONE ? i : i / tokens, token = IS_ONE ? 0 : i - unit * tokens;
       const float sum = sums.of(2 * unit + lane / 16, token, lane % 16);
       const float up = __shfl_xor_sync(ALL, sum, 16);
       const float value = activated(sum, SILU) * up * source.factor(token);
-      if (lane < 16) out[source.seats.to[token] + 16 * (first + unit) + lane] = value;
+      if (lane < 16) out[source.to(token) + 16 * (first + unit) + lane] = value;
     }
   }
 };
@@ -89,16 +94,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ Seats seats;
+  if (IS_ONE) tokens = room = 1;
   const int pairs = tokens * used, y = blockIdx.y;
-  // For each of `own` tokens, by a thread; row: that it is written to.
-  const auto seat = [&](int own, unsigned token, unsigned row, int width) {
-    __syncthreads();  // what is in shared memory has been read
-    if (threadIdx.x < own) {
-      seats.from[threadIdx.x] = static_cast<long long>(token) * k;
-      seats.to[threadIdx.x] = static_cast<long long>(row) * width;
-    }
-    __syncthreads();
-  };
   if (!IS_ALONE && y >= pairs) {
     const int begin = (y - pairs) * room, chunks = Chunks<O>{k}.count();
     Units all(units, other_rows, k);
@@ -107,26 +104,31 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
     if (other_weight != nullptr)
 #pragma unroll 1
       for (int i = 32 * threadIdx.x; i < k; i += 32 * 32 * WARPS) prefetch(other_weight + i);
-    seat(own, begin + threadIdx.x, begin + threadIdx.x, other_rows);
+    const int token = IS_ONE ? 0 : begin + threadIdx.x;
+    const Own seated = Own::sit(seats, x, own, token, token, k, other_rows);
     const Strip<O> strip{2 * all.count, k, room, other_depth, shared + whole(4 * room * chunks)};
     auto ring = strip.ring();
-    const Everybody source{{seats, x}, other_weight, reinterpret_cast<float*>(shared), chunks};
+    const Everybody source{seated, other_weight, reinterpret_cast<float*>(shared), chunks};
     all.make(strip, ring, own, source, other_out);
     return;
   }
   Units all(units, rows, k);
   Strip<F> strip{2 * all.count, k, room, depth, shared};
   auto ring = strip.ring();
-  // Of all experts that are here, gate and up, until tokens come.
-  Columns* places = reinterpret_cast<Columns*>(strip.tokens());
+  // Of all experts that are here, gate and up; where tokens come, unless nobody meets before that.
+  Columns* places = reinterpret_cast<Columns*>(IS_ONE ? strip.end() : strip.tokens());
 #pragma unroll 1
   for (int i = threadIdx.x; i < count; i += 32 * WARPS)
     copy_async(places + i, table[i].matrices + GATE, sizeof(Columns));
   commit_copies();
+  const auto met = [] {
+    wait_for_copies<0>();
+    __syncthreads();
+  };
+  if (IS_ONE) met();
   grid_wait();
   const int local = chosen[y] - first;
-  wait_for_copies<0>();
-  __syncthreads();
+  if (!IS_ONE) met();
   // No branch depends on what was chosen, so that what comes before the first copy of weights is
   // worked out while that is on its way.
   const bool is_here = static_cast<unsigned>(local) < count;
@@ -141,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
       if (left <= 0) return;
     }
     const int own = all.count > 0 ? min(room, left) : 0;
-    seat(own, tokens > 1 ? mine / static_cast<unsigned>(used) : 0, mine, rows);
-    all.make(strip, ring, own, Seated{seats, x}, out);
+    const unsigned token = tokens > 1 ? mine / static_cast<unsigned>(used) : 0;
+    all.make(strip, ring, own, Own::sit(seats, x, own, token, mine, k, rows), out);
   }
 #endif
 }

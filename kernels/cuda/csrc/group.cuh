@@ -77,6 +77,8 @@ class Wait {
     if ((++looks_ & 255) != 0) return false;
     return look_up(other);
   }
+  // What is waited for from now on has not been late yet.
+  __device__ void renew() { began_ = 0; }
   // All has come; after a failure it stays known for whom.
   __device__ void end() {
     if (has_told_ && !load_fresh(&group_->has_failed))
@@ -86,17 +88,20 @@ class Wait {
  private:
   // In 1,024 ticks: one to four ms or so. Their number comes round after half an hour.
   static constexpr unsigned SELDOM = 1 << 11, SOON = 1 << 13;
+  // This rank's own kernels before may wait for others themselves, each as long as it may.
+  static constexpr int OWN_LIMITS = 4;
 
   __device__ bool look_up(int other) {
-    if (other == group_->rank) return load_fresh(&group_->has_failed);  // its own kernel ends
+    const bool is_own = other == group_->rank;
     const unsigned now = static_cast<unsigned>(ticks() >> 10) | 1;
     if (began_ == 0) began_ = looked_ = now;
     if (load_fresh(&group_->has_failed)) return true;
-    if (now - began_ > group_->limit_ticks >> 10) return fail(LATE, other);
+    const long long limit = group_->limit_ticks >> 10;
+    if (now - began_ > (is_own ? OWN_LIMITS * limit : limit)) return fail(LATE, other);
     if (now - looked_ < SELDOM || threadIdx.x % 32 != 0) return false;
     looked_ = now;
     if (load_fresh(group_->abort)) return fail(ENDED, other);
-    if (!has_told_ && now - began_ > SOON) {
+    if (!is_own && !has_told_ && now - began_ > SOON) {
       store_fresh(reinterpret_cast<unsigned*>(group_->waits_for), other);
       has_told_ = true;
     }
@@ -105,7 +110,8 @@ class Wait {
 
   __device__ bool fail(Code code, int other) {
     if (swap(&group_->has_failed, 1) == 0) {
-      store_fresh(reinterpret_cast<unsigned*>(group_->waits_for), other);
+      if (other != group_->rank)
+        store_fresh(reinterpret_cast<unsigned*>(group_->waits_for), other);
       store_fresh(group_->report + 1, other);
       order_all();
       store_fresh(group_->report, code);

@@ -92,6 +92,7 @@ __device__ __forceinline__ void await_end(const unsigned* ended, unsigned exchan
                                           Wait& wait) {
   while (load_fresh(ended) != exchange && !wait.is_over(rank)) {
   }
+  wait.renew();
   __threadfence();
 }
 // By one thread: of x and of emptied places all has been written.
@@ -134,7 +135,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
   float* before = weights + n;
   float4 values[HELD], sum[HELD];
   if (weight != nullptr) at.fetch(weight, weights);
-  const bool keeps_count = threadIdx.x == blockDim.x - 1;
+  const bool keeps_count = threadIdx.x == blockDim.x - 32;  // a warp's first looks for an abort
   unsigned* ended = group->ended + blockIdx.x;
   if (threadIdx.x < ranks) peers[threadIdx.x] = group->peers[threadIdx.x];
   if (keeps_count) number = count_on(group->rows + blockIdx.x);
@@ -159,6 +160,7 @@ group_sum_norm(Group* group, const float* part, float* x, const float* weight, f
     const int r = ranks == 2 ? i ^ rank : i;  // the sum of two is the same either way
     if (r != rank || is_pushed) pull(peers[r], r, exchange, at, wait, values);
     else if (i > 0) own();  // again: there are no registers for it meanwhile
+    if (r == rank) wait.renew();
     // Whoever has sent this rank's part has waited for whoever has made x.
     if (r == rank && accumulate) at.fetch(x + begin, before);
 #pragma unroll

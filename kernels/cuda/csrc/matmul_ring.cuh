@@ -60,7 +60,7 @@ struct TileMemory {
 // whole warp calls all of this, and is past what it has read of a place before that is filled
 // again.
 template <class F>
-struct Ring {
+struct ChunkRing {
   static constexpr int CHUNK = TileMemory<F>::CHUNK;
   std::uint8_t* places;
   Bell* bells;
@@ -68,7 +68,7 @@ struct Ring {
   int place = 0;       // that is read next
   bool is_odd = true;  // how often its bell has rung then
 
-  __device__ __forceinline__ Ring(std::uint8_t* places, Bell* bells, int depth, int lane)
+  __device__ __forceinline__ ChunkRing(std::uint8_t* places, Bell* bells, int depth, int lane)
       : places(places), bells(bells), depth(depth), lane(lane) {
 #if VP_ARCH >= 900
     if (is_elected()) {

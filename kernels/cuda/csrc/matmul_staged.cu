@@ -1,4 +1,4 @@
-// Tokens as records for matmul_wide.cu and matmul_cluster.cu, once for all blocks, in global memory:
+// Tokens as records for matmul_wide.cu and matmul_cluster.cu, once for all blocks, in global memory,
 // [chunk][token] of them, or of each turn of `room` tokens [chunk] Seats for `seats`. -D FORMAT and
 // OTHER, which matmul_block.cuh knows; MANY 2; SEATED: whether they are seated.
 #include "grid.cuh"
@@ -76,8 +76,9 @@ __device__ __forceinline__ void put_neighbours(float4 a, float4 b, const float4*
 constexpr int MOST_CHUNKS = 32;
 
 // The same of rows that are normed first, by weights `gain`, with the bits of norm.cu; the normed
-// rows go to `out`. share: 1 / k. grid: (tokens), a warp for each chunk. Nothing is decided, and
-// little is held, so that several blocks find room where a product leaves a multiprocessor.
+// rows go to `out`, if that is not null. share: 1 / k. grid: (tokens), a warp for each chunk.
+// Nothing is decided, and little is held, so that several blocks find room where a product leaves a
+// multiprocessor.
 extern "C" __global__ void __launch_bounds__(32 * MOST_CHUNKS)
     norm_tokens(const float* x, const float* gain, float* out, std::uint8_t* records,
                 std::uint8_t* other_records, int k, int tokens, int room, int seats, float share,
@@ -107,5 +108,5 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_CHUNKS)
   const float factor = norm_factor<MOST_CHUNKS>(sums, blockDim.x / 32, share, eps, lane);
   put_neighbours<First>(a, b, own, factor, records, place, lane);
   if (!IS_SAME) put_neighbours<Second>(a, b, own, factor, other_records, place, lane);
-  to[0] = scaled(a, factor), to[1] = scaled(b, factor);
+  if (out != nullptr) to[0] = scaled(a, factor), to[1] = scaled(b, factor);
 }

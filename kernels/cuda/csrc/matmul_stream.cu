@@ -54,7 +54,7 @@ struct Ahead {
     find();
   }
   // To a place of the ring, if there is a chunk.
-  __device__ __forceinline__ void fetch(const Ring<F>& ring, int place) {
+  __device__ __forceinline__ void fetch(const ChunkRing<F>& ring, int place) {
     if (unit < units.count) {
       ring.fetch(place, from);
       from += WARPS * M::CHUNK;
@@ -169,8 +169,8 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
   const int warp_of_block = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int team = static_cast<unsigned>(warp_of_block) / WARPS, warp = warp_of_block & WARPS - 1;
   Bell* bells = reinterpret_cast<Bell*>(shared);
-  Ring<F> ring(shared + BELLS + warp_of_block * M::ring_bytes(depth), bells + DEPTH * warp_of_block,
-               depth, lane);
+  ChunkRing<F> ring(shared + BELLS + warp_of_block * M::ring_bytes(depth),
+                    bells + DEPTH * warp_of_block, depth, lane);
   const int step = TEAMS * blocks;
   int unit = block + team * blocks;
   Ahead<F> ahead(units, unit, step, warp);

@@ -17,7 +17,18 @@ __device__ __forceinline__ float squares_of(float4 a, float4 b) {
   return first + second;
 }
 
-// What columns times their weights are multiplied by; sums: of the runs, of which there are MOST at
+// What columns times their weights are multiplied by, of a row whose squares are added up.
+__device__ __forceinline__ float factor_of(float squares, float inverse, float eps) {
+  float mean = fmaf(squares, inverse, eps);
+#ifdef VP_EMULATION
+  return 1.0f / sqrtf(mean);
+#else
+  asm("rsqrt.approx.ftz.f32 %0, %0;" : "+f"(mean));  // of a number that is not tiny
+  return mean;
+#endif
+}
+
+// The same; sums: of the runs, of which there are MOST at
 // most. Every lane gets it.
 template <int MOST = 1 << 20>
 __device__ __forceinline__ float norm_factor(const float* sums, int runs, float inverse, float eps,
@@ -32,13 +43,7 @@ __device__ __forceinline__ float norm_factor(const float* sums, int runs, float 
   }
 #pragma unroll
   for (int step = LANES / 2; step > 0; step >>= 1) sum += __shfl_xor_sync(ALL, sum, step);
-  float mean = fmaf(sum, inverse, eps);
-#ifdef VP_EMULATION
-  return 1.0f / sqrtf(mean);
-#else
-  asm("rsqrt.approx.ftz.f32 %0, %0;" : "+f"(mean));  // of a number that is not tiny
-  return mean;
-#endif
+  return factor_of(sum, inverse, eps);
 }
 
 __device__ __forceinline__ float4 scaled(float4 v, float4 w) {

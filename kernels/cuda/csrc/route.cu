@@ -1,153 +1,50 @@
 // From router logits to a token's experts and their weights, and the gates beside them.
 #include "choice.cuh"
-#include "state_rows.cuh"
+#include "route_row.cuh"
 
 using namespace voltapile;
-
-#ifndef SLOTS
-#define SLOTS 4  // float4 of a router's row that a thread asks for at once
-#endif
-constexpr int PER_BLOCK = 4;  // experts of a block of `route`
-constexpr int THREADS = 256;
-#ifndef KIND
-#define KIND 0  // of a router's values, as in state_rows.cuh
-#endif
-
-// float32 to the nearest BF16, ties to even.
-__device__ __forceinline__ float rounded(float x, int is_rounded) {
-  const unsigned bits = __float_as_uint(x);
-  return is_rounded ? __uint_as_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u) : x;
-}
 
 // grid: (n / 256)
 extern "C" __global__ void round_to_bf16(const float* x, float* out, long long n) {
   grid_launch();
   grid_wait();
   const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < n) out[i] = rounded(x[i], 1);
+  if (i < n) out[i] = rounded(x[i]);
 }
 
-// Four values of the router from `at` on, which is a multiple of 4.
-__device__ __forceinline__ float4 four_of(const void* router, long long at) {
-  if (KIND == 0) return *reinterpret_cast<const float4*>(static_cast<const float*>(router) + at);
-  const uint2 pairs =
-      *reinterpret_cast<const uint2*>(static_cast<const unsigned short*>(router) + at);
-  if (KIND == 1) {
-    const float2 low = half_values(pairs.x), high = half_values(pairs.y);
-    return {low.x, low.y, high.x, high.y};
-  }
-  return {__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
-          __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u)};
-}
-
-// The warp's sums of four values, with the bits of warp_join: lanes 8 e to 8 e + 7 get value e's.
-__device__ __forceinline__ float join_four(const float (&sum)[PER_BLOCK], int lane) {
-  static_assert(PER_BLOCK == 4);
-  const bool is_upper = lane & 16, is_odd = lane & 8;
-  const float a = (is_upper ? sum[2] : sum[0]) +
-                  __shfl_xor_sync(ALL, is_upper ? sum[0] : sum[2], 16);
-  const float b = (is_upper ? sum[3] : sum[1]) +
-                  __shfl_xor_sync(ALL, is_upper ? sum[1] : sum[3], 16);
-  float all = (is_odd ? b : a) + __shfl_xor_sync(ALL, is_odd ? a : b, 8);
-#pragma unroll
-  for (int step = 4; step > 0; step >>= 1) all += __shfl_xor_sync(ALL, all, step);
-  return all;
-}
-
-// Products of a thread's columns of a token with those of each expert.
-__device__ __forceinline__ void multiply(float4 (&v)[SLOTS], const float4 (&w)[PER_BLOCK][SLOTS],
-                                         float (&sum)[PER_BLOCK], int is_rounded) {
-#pragma unroll
-  for (int i = 0; i < SLOTS; ++i) {
-    v[i] = {rounded(v[i].x, is_rounded), rounded(v[i].y, is_rounded), rounded(v[i].z, is_rounded),
-            rounded(v[i].w, is_rounded)};
-#pragma unroll
-    for (int e = 0; e < PER_BLOCK; ++e) {
-      sum[e] = fmaf(v[i].x, w[e][i].x, sum[e]);
-      sum[e] = fmaf(v[i].y, w[e][i].y, sum[e]);
-      sum[e] = fmaf(v[i].z, w[e][i].z, sum[e]);
-      sum[e] = fmaf(v[i].w, w[e][i].w, sum[e]);
-    }
-  }
-}
-
-// The logits of a block's experts, for up to eight tokens from `first` on.
-__device__ __forceinline__ void put_logits(const float* x, const void* router, unsigned* inbox,
-                                           int first, int count, int experts, int k,
-                                           int is_rounded) {
-  __shared__ float parts[8][PER_BLOCK][THREADS / 32];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * PER_BLOCK;
-  const int fours = k >> 2;
-#pragma unroll 1
-  for (int start = 0; start < fours; start += THREADS * SLOTS) {
-    float4 w[PER_BLOCK][SLOTS], v[SLOTS];
-#pragma unroll
-    for (int e = 0; e < PER_BLOCK; ++e)
-#pragma unroll
-      for (int i = 0; i < SLOTS; ++i) {
-        const int at = start + THREADS * i + threadIdx.x;
-        const long long row = static_cast<long long>(min(expert + e, experts - 1)) * k;
-        w[e][i] = at < fours ? four_of(router, row + 4 * at) : make_float4(0, 0, 0, 0);
-      }
-    if (start == 0) grid_wait();
-    const auto load = [&](int token) {
-      const float4* own = reinterpret_cast<const float4*>(x + static_cast<long long>(token) * k);
-#pragma unroll
-      for (int i = 0; i < SLOTS; ++i) {
-        const int at = start + THREADS * i + threadIdx.x;
-        v[i] = at < fours ? own[at] : make_float4(0, 0, 0, 0);
-      }
-    };
-    load(first);
-#pragma unroll 1
-    for (int t = 0; t < count; ++t) {
-      float sum[PER_BLOCK] = {};
-      multiply(v, w, sum, is_rounded);
-      if (t + 1 < count) load(first + t + 1);
-      const float all = join_four(sum, lane);
-      if ((lane & 7) == 0) {
-        float& part = parts[t][lane >> 3][warp];
-        part = start == 0 ? all : part + all;
-      }
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x < count * PER_BLOCK) {
-    const int t = threadIdx.x / PER_BLOCK, e = threadIdx.x % PER_BLOCK;
-    float all = 0.0f;
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; ++w) all += parts[t][e][w];
-    if (expert + e < experts)
-      leave(inbox + static_cast<long long>(first + t) * experts + expert + e, key_of(all));
-  }
-}
-
-// grid: (experts / PER_BLOCK + 1, tokens / 8), 256 threads, which share columns; the last block
-// of these tokens chooses. What it waits for is a key itself, so there is neither a fence nor
-// a ticket; blocks start in order, so the others have started. router: [experts][k], of -D KIND;
-// k is a multiple of 4. inbox: [tokens][experts], zeros between two launches; counts: [2][experts],
-// of prompts' tokens and of the first `generated` ones. Shared: Choice of each token of a block,
-// which are 1, 2, 4 or 8.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// grid: (experts / EACH, a block for each of up to 8 tokens whose normed row is wanted, and one
+// that chooses; tokens / 8), 256 threads, which share columns. What the last block of these tokens
+// waits for is a key itself, so there is neither a fence nor a ticket; blocks start in order, so
+// the others have started. router: [experts][k], of -D KIND; k is a multiple of 4. inbox:
+// [tokens][experts], zeros between two launches; counts: [2][experts], of prompts' tokens and of
+// the first `generated` ones. gain: null, or x is to be normed: to `normed` too, if that is not
+// null; k is whole runs then, and no more than 1024 SLOTS. Shared: a Choice for each token of a
+// block.
+extern "C" __global__ void __launch_bounds__(THREADS, BESIDE)
 route(const float* x, const void* router, unsigned* inbox, int* chosen, float* weights, u64* counts,
-      int experts, int used, int tokens, int generated, int k, int is_rounded) {
+      const float* gain, float* normed, int experts, int used, int tokens, int generated, int k,
+      int is_rounded, float share, float eps) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
-  const int first = blockIdx.y * 8, count = min(8, tokens - first);
-  if (blockIdx.x + 1 < gridDim.x) {
-    put_logits(x, router, inbox, first, count, experts, k, is_rounded);
+  const int first = IS_ONE ? 0 : blockIdx.y * 8, count = IS_ONE ? 1 : min(8, tokens - first);
+  const int own = blockIdx.x - (experts + EACH - 1) / EACH;  // behind those that multiply
+  if (own < 0) {
+    put_logits(x, router, inbox, Norm{gain, share, eps}, first, count, experts, k, is_rounded);
     return;
   }
-  const unsigned bits = count == 1 ? 8 : count == 2 ? 7 : count <= 4 ? 6 : 5;
-  const Crew crew{threadIdx.x & ((1u << bits) - 1), bits};
-  const int place = threadIdx.x >> bits;
+  if (blockIdx.x + 1 < gridDim.x) {
+    const long long row = static_cast<long long>(first + min(own, count - 1)) * k;
+    put_normed(x + row, Norm{gain, share, eps}, normed + row, k);
+    return;
+  }
+  const unsigned lane = threadIdx.x & 31, place = threadIdx.x >> 5;
   const long long token = first + place;
-  const bool is_there = place < count;
-  Choice& own = reinterpret_cast<Choice*>(shared)[place];
   grid_wait();
-  if (is_there) collect(inbox + token * experts, own.keys, experts, crew);
-  choose(own, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), is_there ? used : 0, crew);
+  if (place >= count) return;
+  Keys keys;
+  collect(inbox + token * experts, keys, experts, lane);
+  choose(keys, reinterpret_cast<Choice*>(shared)[place], chosen + token * used,
+         weights + token * used, counts + (token < generated ? experts : 0), used, lane);
 }
 
 // grid: (experts / 128, tokens / 32), 128 threads: logits of prompts. A warp has eight tokens, a
@@ -189,8 +86,7 @@ route_many(const float* x, const void* router, float* logits, int experts, int t
 #pragma unroll
     for (int i = 0; i < 4 * OWN / ROUND; ++i)
       *reinterpret_cast<float4*>(own + (ROUND * i + row) * STRIDE + column) =
-          make_float4(rounded(v[i].x, is_rounded), rounded(v[i].y, is_rounded),
-                      rounded(v[i].z, is_rounded), rounded(v[i].w, is_rounded));
+          is_rounded ? rounded(v[i]) : v[i];
     __syncthreads();  // all have read the other place, too
     if (start + COLUMNS < k) load(start + COLUMNS);
 #pragma unroll
@@ -227,18 +123,17 @@ choose_experts(const float* logits, int* chosen, float* weights, u64* counts, in
   extern __shared__ __align__(128) std::uint8_t shared[];
   grid_launch();
   grid_wait();
-  const unsigned lane = threadIdx.x & 31;
-  const long long token = blockIdx.x * 4 + threadIdx.x / 32;
-  const bool is_there = token < tokens;
-  Choice& own = reinterpret_cast<Choice*>(shared)[threadIdx.x / 32];
-  const float* from = logits + (is_there ? token : 0) * experts;
+  const unsigned lane = threadIdx.x & 31, place = threadIdx.x >> 5;
+  const long long token = blockIdx.x * 4 + place;
+  if (token >= tokens) return;
+  Keys keys;
 #pragma unroll
   for (unsigned i = 0; i < HELD; ++i) {
     const int e = 32 * i + lane;
-    own.keys[e] = e < experts ? key_of(from[e]) : 0;
+    keys[i] = e < experts ? key_of(logits[token * experts + e]) : 0;
   }
-  choose(own, chosen + token * used, weights + token * used,
-         counts + (token < generated ? experts : 0), is_there ? used : 0, Crew{lane, 5});
+  choose(keys, reinterpret_cast<Choice*>(shared)[place], chosen + token * used,
+         weights + token * used, counts + (token < generated ? experts : 0), used, lane);
 }
 
 // grid: (rows), 256 threads. y [rows][n] *= sigmoid(x [rows][k] . weight [k])

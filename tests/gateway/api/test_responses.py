@@ -175,6 +175,11 @@ async def test_a_conversation(post, engine):
             {"type": "function", "name": "look"}]}}, "<tool_call></tool_call>"),
         ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, ""),
         ({"include": ["reasoning.encrypted_content"], "store": False}, ""),
+        ({"truncation": "auto", "service_tier": "flex", "prompt_cache_key": "a", "image": {},
+          "stream_options": {"include_obfuscation": False}, "max_tool_calls": 2, "n": 1,
+          "background": False, "safety_identifier": "a", "context_management": [],
+          "top_logprobs": 0}, ""),
+        ({"max_tokens": None, "typical_p": 1, "unknown": [5]}, ""),
         ({"input": [{"role": "user", "content": []}]}, ""),
     ],
 )  # fmt: skip
@@ -185,11 +190,78 @@ async def test_what_is_taken(post, engine, given, shown):
 
 
 async def test_forms(post):
-    """Bound as the chat's: here only that they arrive there."""
-    form = {"type": "json_schema", "name": "x", "schema": {"not": {}}}
-    status, body = await post(PATH, {"input": "hi", "text": {"format": form}})
-    assert (status, body["error"]["code"]) == (400, "invalid_schema")
-    assert "'not'" in body["error"]["message"]
+    """Bound as the chat's: here only that they arrive there; and what is wrong has its name."""
+    endless = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    for schema, word in (({"not": {}}, "'not'"), (endless, "$ref")):
+        form = {"type": "json_schema", "name": "x", "strict": False, "schema": schema}
+        status, body = await post(PATH, {"input": "hi", "text": {"format": form}})
+        assert (status, body["error"]["code"]) == (400, "invalid_schema")
+        assert (word in body["error"]["message"], body["error"]["param"]) == (
+            True,
+            "text.format.schema",
+        )
+        assert body["error"]["message"].startswith("'text.format.schema' cannot be used: ")
+
+
+async def test_all_that_a_chat_samples_with_is_obeyed(post, engine):
+    """A field of the chat that is not taken would change the answer unseen."""
+    given = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repeat_penalty": 1.25,
+             "repeat_last_n": 64, "logit_bias": {"65": 3}, "top_k": 7, "min_p": 0.125,
+             "stop_token_ids": [66]}  # fmt: skip
+    assert (await post(PATH, {"input": "hi"} | given))[0] == 200
+    assert (await post("/v1/chat/completions", {"messages": [
+        {"role": "user", "content": "hi"}]} | given))[0] == 200  # fmt: skip
+    ours, chats = engine.sampling
+    assert (ours.presence_penalty, ours.top_k, ours.logit_bias) == (1.5, 7, {65: 3.0})
+    for name in ("frequency_penalty", "repetition_penalty", "penalty_window", "min_p", "stop_ids"):
+        assert getattr(ours, name) == getattr(chats, name), name
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_tokens": 5}, "'max_tokens' is a field of /v1/chat/completions; here it is "
+                            "'max_output_tokens'"),
+        ({"response_format": {"type": "json_object"}}, "here it is 'text.format'"),
+        ({"reasoning_effort": "low"}, "here it is 'reasoning.effort'"),
+        ({"messages": []}, "here it is 'input'"),
+        ({"n": 2}, "'n' is 1 here: ask as often as you like"),
+        ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
+        ({"logprobs": True}, "/v1/chat/completions"),
+        ({"moderation": {"model": "x"}}, "nothing is moderated here"),
+        ({"context_management": [{"type": "compaction"}]}, "send less as 'input'"),
+        ({"prompt": {"id": "x"}}, "nothing is stored here"),
+        ({"truncation": "some"}, "must be auto or disabled, not 'some'"),
+        ({"service_tier": 5}, "must be a string"),
+        ({"include": "x"}, "must be a list"),
+        ({"stream_options": 5}, "must be an object"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}, "strict": 1}}},
+         "'text.format.strict' must be true or false"),
+        ({"typical_p": 0.5}, "'typical_p' is not supported"),
+        ({"tools": [TOOL], "tool_choice": {"type": "mcp", "server_label": "x"}},
+         "'tool_choice' is 'mcp'; only functions are supported"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+            {"type": "custom", "name": "look"}]}}, "'tool_choice' is 'custom'"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_obeyed_is_said(post, engine, given, said):
+    status, body = await post(PATH, {"input": "hi"} | given)
+    assert status == 400
+    assert said in body["error"]["message"]
+    assert body["error"]["param"].split(".")[0] == next(reversed(given))
+    assert engine.prompts == []
+
+
+async def test_every_field_of_openais_client_is_known():
+    """One that comes with a new version is taken, refused or known to be of no consequence."""
+    import typing
+
+    from openai.types.responses import response_create_params
+    from voltapile.gateway.api import responses_fields as known
+
+    fields = typing.get_type_hints(response_create_params.ResponseCreateParamsBase)
+    chats = {"metadata", "model", "parallel_tool_calls", "store", "temperature", "top_p", "user"}
+    assert fields.keys() <= {*known.OWN, *known.REFUSED, *known.IGNORED, *chats}
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from voltapile.gateway.cli.main import COMMANDS, main, parser_for, told
@@ -45,3 +47,21 @@ def test_a_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> No
     path = os.path.join(os.devnull, "x")
     assert main(["probe", "-o", path]) == 1
     assert capsys.readouterr().err.endswith(f"voltapile: {path}: Not a directory\n")
+
+
+@pytest.mark.parametrize("files", [20, 24, 32, 63])
+@pytest.mark.parametrize("command", ["serve", "gateway"])
+def test_too_few_open_files_are_told_before_anything_fails(
+    mini: Path, command: str, files: int
+) -> None:
+    model = str(mini / "llama/model-f16.gguf")
+    code = "import sys; from voltapile.gateway.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    asked = [sys.executable, "-c", code, command, "-m", model, "--port", "0", "--backend", "cpu"]
+    done = subprocess.run(
+        asked, capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
+    )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"voltapile: ulimit -n is {files}: a server needs 64 open files")
+    assert line.endswith("ulimit -n 4096, or LimitNOFILE=4096 in its unit")

@@ -189,8 +189,8 @@ inline void mma_bytes_32(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, uns
                          unsigned b0, unsigned b1) {
   emulation::product_of_bytes<32>(c, {{a0, a1, a2, a3, b0, b1}});
 }
-inline void mma_bytes_16(int (&c)[4], unsigned a0, unsigned a1, unsigned b0) {
-  emulation::product_of_bytes<16>(c, {{a0, a1, b0}});
+inline void mma_signed_16(int (&c)[4], unsigned a0, unsigned a1, unsigned b0) {
+  emulation::product_of_bytes<16, std::int8_t>(c, {{a0, a1, b0}});
 }
 
 inline void mma_signed_32(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,

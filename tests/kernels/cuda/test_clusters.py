@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import clusters, matmul, stream
+from voltapile.kernels.cuda import clusters, matmul, norms, stream
+from voltapile.kernels.cuda.rows import rms_norm
 
 from ..test_matmul import activations, random_raw, values_of
 from .emulation import has_compiler
 from .test_fragments import ops_of, tolerance
+from .test_norms import EPS, names, residual, vector
 from .test_stream import glu_and_residual
 
 CREWS = clusters.CREWS
@@ -173,3 +175,23 @@ def test_what_lies_row_by_row_is_left_to_others(folder: Path) -> None:
     weight = ops.weight(random_raw("Q4_K", 64, 512), "Q4_K", (64, 512))
     matmul.linear(ops, ops.array(activations(9, 512)), weight)
     assert ops.launched[-1][0] in matmul.ROWS.values()
+
+
+def test_rows_that_nobody_else_reads_are_not_written(folder: Path) -> None:
+    ops, columns = ops_of(90, folder), 768
+    gain, x = vector(ops, columns, 2), residual(ops, 11, columns)
+    launched = rms_norm(ops, x, gain, EPS)
+    one, other = (
+        ops.weight(random_raw(name, 64, columns), name, (64, columns)) for name in ("Q6_K", "Q8_0")
+    )
+    expected = [ops.to_host(matmul.linear(ops, launched, each)) for each in (one, other)]
+    late = norms.LateNorms().norm(ops, x, gain, EPS)
+    names(ops)
+    np.testing.assert_array_equal(ops.to_host(matmul.linear(ops, late, one)), expected[0])
+    assert names(ops) == ["norm_tokens", "matmul_cluster"]
+    assert norms.late_norm(late) is not None
+    found = matmul.linears(ops, late, (one, other), (None, None))  # two launches
+    assert names(ops) == ["norm_tokens", "matmul_cluster", "matmul_cluster"]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ops.to_host(ours), theirs)
+    np.testing.assert_array_equal(ops.to_host(late), ops.to_host(launched))

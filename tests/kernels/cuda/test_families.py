@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import expert_stream, experts, streams
+from voltapile.kernels.cuda import expert_stream, experts, norms, streams
+from voltapile.kernels.cuda import rows as row_kernels
 from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.families import (
     DeltaShape,
@@ -131,6 +132,26 @@ def test_equal_experts(plain: Any, experts: int, used: int) -> None:
             np.testing.assert_allclose(weights, shares / shares.sum(1, keepdims=True), rtol=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 31, 128, 250, 512, 1000])
+def test_choice(plain: Any, count: int) -> None:
+    """Of logits of which many are alike, in any order, or all in one lane's."""
+    logits = np.round(2 * normal(3, 9, count))
+    logits[0] = np.arange(count)
+    logits[1] = -logits[0]
+    logits[2] = np.arange(count) % 32
+    logits[3, 5:] = -np.inf
+    for used in {min(used, count) for used in (1, 2, 3, 8, 10, 32)}:
+        counts = plain.array(np.zeros((2, count), np.int64))
+        chosen, weights = experts.choose(plain, plain.array(logits), used, counts, 9)
+        expected = np.argsort(-logits, axis=1, kind="stable")[:, :used]
+        np.testing.assert_array_equal(plain.to_host(chosen), expected)
+        shares = np.exp(np.take_along_axis(logits - logits.max(1, keepdims=True), expected, 1))
+        shares /= shares.sum(1, keepdims=True)
+        np.testing.assert_allclose(plain.to_host(weights), shares, rtol=1e-5)
+        found = np.bincount(expected.reshape(-1), minlength=count)
+        np.testing.assert_array_equal(plain.to_host(counts), [0 * found, found])
+
+
 def test_no_number_at_all(plain: Any) -> None:
     router, _ = weights_of(plain, normal(1, 128, 16))
     x, counts = np.full((1, 16), np.nan, np.float32), np.zeros((2, 128), np.int64)
@@ -153,6 +174,78 @@ def test_more_tokens_than_tickets_are_several_launches(plain: Any) -> None:
     assert len(plain.launched) == since + 3
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "type_name"),
+    [(1, 2048, "F32"), (3, 768, "F16"), (11, 1024, "BF16"), (2, 2304, "F32"), (9, 4096, "F32")],
+)
+def test_route_norms_what_it_reads(plain: Any, tokens: int, width: int, type_name: str) -> None:
+    """A late norm has the bits of a launched one; logits are those of the same rows, made before or
+    not, with others or alone."""
+    raw, gains = normal(0, tokens, width), normal(2, width)
+    x, (gain, _) = plain.array(raw), weights_of(plain, gains)
+    router, theirs = weights_of(plain, normal(1, 40, width), type_name)
+    found = []
+    for case in ("late", "made", "alone"):
+        rows = x[tokens - 1 :] if case == "alone" else x
+        batch = batch_of([0] * len(rows), [0] * len(rows), generated=len(rows))
+        h = norms.Normed(plain, rows, gain, 1e-6)
+        if case == "made":
+            h.make()
+        counts = plain.array(np.zeros((2, 40), np.int64))
+        made = plain.route(h, router, 4, counts, device(plain, batch))
+        assert not h.is_late
+        found.append([plain.to_host(each) for each in (*made, h)])
+        launched = plain.to_host(row_kernels.rms_norm(plain, rows, gain, 1e-6))
+        np.testing.assert_array_equal(found[-1][2], launched)
+    for late, other, alone in zip(*found, strict=True):
+        np.testing.assert_array_equal(late, other)
+        np.testing.assert_array_equal(late[tokens - 1 :], alone)
+    normed = raw / np.sqrt((raw**2).mean(1, keepdims=True) + 1e-6) * gains
+    batch = batch_of([0] * tokens, [0] * tokens, generated=tokens)
+    counts = np.zeros((2, 40), np.int64)
+    expected = REF.route(normed.astype(np.float32), theirs, 4, counts, batch)
+    np.testing.assert_array_equal(found[0][0], expected[0])
+    np.testing.assert_allclose(found[0][1], expected[1], 1e-4, 1e-5)
+
+
+def test_who_does_not_norm_what_it_routes(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is rounded first, long rows, rows that a sum over ranks may norm, prompts."""
+
+    def launched(width: int, is_rounded: bool = False, is_own: bool = True, count: int = 2) -> Any:
+        x, (gain, _) = plain.array(normal(0, count, width)), weights_of(plain, normal(2, width))
+        router, _ = weights_of(plain, normal(1, 8, width))
+        h, counts = norms.Normed(plain, x, gain, 1e-6, is_own), np.zeros((2, 8), np.int64)
+        batch = device(plain, batch_of([0] * count, [0] * count, generated=count))
+        since = len(plain.launched)
+        plain.route(h, router, 4, plain.array(counts), batch, is_rounded)
+        return [each.function for each, _, _ in plain.launched[since:]]
+
+    assert launched(768) == ["route"]
+    assert launched(768, is_rounded=True) == ["rms_norm_rows", "route"]
+    assert launched(4352) == ["rms_norm_rows", "route"]
+    assert launched(768, is_own=False) == ["rms_norm_rows", "route"]
+    monkeypatch.setattr(plain, "alone", 2)
+    assert launched(768, count=70) == ["rms_norm_rows", "route", "route_many", "choose_experts"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "multiprocessors", "are_apart"), [(1, 22, True), (1, 21, False), (9, 38, True)]
+)
+def test_blocks_of_a_router_have_a_multiprocessor_each(
+    folder: Path, tokens: int, multiprocessors: int, are_apart: bool
+) -> None:
+    """20 or 10 that multiply, one for each token that is normed, up to 8, and one that chooses."""
+    ops = EmulatedFamilies(90, folder, max_shared(90))
+    ops.multiprocessors = multiprocessors
+    x, (gain, _) = ops.array(normal(0, tokens, 768)), weights_of(ops, normal(2, 768))
+    router, _ = weights_of(ops, normal(1, 40, 768))
+    batch = device(ops, batch_of([0] * tokens, [0] * tokens, generated=tokens))
+    counts = ops.array(np.zeros((2, 40), np.int64))
+    ops.route(norms.Normed(ops, x, gain, 1e-6), router, 4, counts, batch)
+    shared = ops.launched[-1][2]
+    assert ((228 << 10) // (shared + 1024) == 1) == are_apart
 
 
 @pytest.mark.parametrize(("experts", "width"), [(6, 64), (130, 100)])

@@ -630,6 +630,52 @@ def test_after_a_failure_nothing_waits_long(ops: EmulatedOps) -> None:
     assert time.monotonic() - began < 3.0 + 3.0
 
 
+def row_of_its_own(ops: EmulatedOps, links: Links) -> None:
+    """A sum of what its product should have sent to all, as nobody did."""
+    x, weight = ops.array(np.zeros((1, 576), np.float32)), vector_of(ops, np.ones(576, np.float32))
+    group.all_reduce_norm(ops, links, None, x, weight, 1e-6, ops.scratch((1, 576)), True)
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_what_its_own_product_did_not_send_is_not_waited_for_long(
+    norming: EmulatedOps, is_before: bool
+) -> None:
+    """is_before: nor a sum before this one that has not ended. It says of nobody else that it waits
+    for them."""
+    stage = Stage(norming, one_island(2), seconds=0.1)
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> None:
+        if is_before:
+            raw = (ctypes.c_uint8 * RECORD.itemsize).from_address(links.record)
+            np.frombuffer(raw, RECORD)["rows"][0][0] = 1
+        put_row(stage, 1, 0, np.ones(576, np.float32))
+        row_of_its_own(ops, links)
+
+    began = time.monotonic()
+    (error,) = stage.run(work, [0])
+    assert str(error) == "rank 0 has waited too long for what it sends to itself"
+    assert 0.4 < time.monotonic() - began < 20
+    assert stage.words[16] == -1
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_an_abort_ends_a_wait_for_itself(norming: EmulatedOps, is_before: bool) -> None:
+    stage = Stage(norming, one_island(2))
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> None:
+        if rank == 0:
+            if is_before:
+                raw = (ctypes.c_uint8 * RECORD.itemsize).from_address(links.record)
+                np.frombuffer(raw, RECORD)["rows"][0][0] = 1
+            row_of_its_own(ops, links)
+        else:
+            time.sleep(0.3)
+            stage.words[0] = 1
+
+    error, _ = stage.run(work)
+    assert str(error) == "the group was ended while rank 0 waited for rank 0"
+
+
 def test_an_abort_ends_a_wait(ops: EmulatedOps) -> None:
     stage = Stage(ops, one_island(2))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import clusters, matmul, stream, wide
+from voltapile.kernels.cuda.compile import CSRC
 
 from ..test_matmul import activations, random_raw, values_of
 from .emulation import has_compiler
@@ -77,6 +78,13 @@ def test_glu_bias_and_residual(
     ops = ops_of(90, folder)
     for run in glu_and_residual(ops, 256, 9):
         np.testing.assert_array_equal(*both(ops, monkeypatch, run, wide))
+
+
+def test_what_a_block_asked_for_itself_is_awaited_as_its_own() -> None:
+    """Waiting for another block's copies would empty the first cache at each chunk."""
+    source = (CSRC / "matmul_wide.cu").read_text()
+    assert "await_own(" in source
+    assert " await(" not in source
 
 
 def test_tokens_are_dealt_evenly() -> None:
