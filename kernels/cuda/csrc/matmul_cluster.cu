@@ -125,23 +125,23 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   cluster_arrive();
   grid_wait();
   const bool is_copied = Order<F>::IS_BLOCK && records != nullptr;
+  const int copied = __shfl_sync(~0u, is_copied ? work.slots : 0, 0);
   if (!is_copied) {
     stage_tokens<F>(all, memory, work.slots, warp, lane);
   } else if constexpr (Order<F>::IS_BLOCK) {
     if (warp == 0 && work.rounds > 0) copy_tokens<F>(all, records, memory, work.slots, lane);
   }
-  const int token = own_token(all, lane);
+  const Desk desk(all, lane);
   for (int round = 0; round <= work.rounds; ++round) {
     Sums total = {};
     const bool is_over = round == work.rounds;
     if (round < (Order<F>::IS_BLOCK ? work.busy_rounds : work.own_rounds))
-      multiply_chunks(memory, work, round, fetch, ring, is_copied && round == 0 ? work.slots : 0,
-                      Tile{lane}, total);
+      multiply_chunks(memory, work, round, fetch, ring, round == 0 ? copied : 0, Tile{lane}, total);
     if (round == 0) cluster_wait();  // nobody is sent anything who has not begun
     if (round > 0) {
       // Whose bells are awaited by another warp must have seen them ring for the rounds before.
       if (is_over && work.shares(round - 1)) __syncthreads();
-      finish_tile(all, work, memory, mask, round - 1, token, lane);
+      finish_tile(all, work, memory, mask, round - 1, desk, lane);
       if (!is_over && all.boxes == 1) cluster_arrive(), cluster_wait();  // all have read
     }
     const int box = all.boxes > 1 ? round & 1 : 0;

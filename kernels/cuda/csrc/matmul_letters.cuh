@@ -24,12 +24,19 @@ __device__ __forceinline__ void send_sums(const Sums& total, float* box, Bell* b
   }
 }
 
-// The token that is a lane's at the end of a tile, or -1 where none is. Not computed again.
-__device__ __forceinline__ int own_token(const Launch& all, int lane) {
-  const int own = lane >> 3, token = all.rank * TOKENS + own;
-  const bool is_there = own < TOKENS && token < all.tokens;
-  return __shfl_sync(~0u, is_there ? all.first_token + token : -1, lane);
-}
+// What is a lane's at the end of each tile, and is not computed again: a token, or -1 where there
+// is none, the first of two rows, and where their sums lie in a letter.
+struct Desk {
+  int token, row, place;
+
+  __device__ __forceinline__ Desk(const Launch& all, int lane) {
+    const int own = lane >> 3, pair = lane & 7, rank_token = all.rank * TOKENS + own;
+    const bool is_there = own < TOKENS && rank_token < all.tokens;
+    token = __shfl_sync(~0u, is_there ? all.first_token + rank_token : -1, lane);
+    row = __shfl_sync(~0u, Tile{4 * pair}.sum_row(0), lane);
+    place = __shfl_sync(~0u, letter_at(0, 0, own, pair), lane);
+  }
+};
 
 // What a lane has to do with the end of a tile: two sums of one token. They are of two rows; or,
 // since two warps have multiplied a gate and its up, of one row's gate and its up.
@@ -43,14 +50,14 @@ struct Finish {
 
   // letters: what all classes have sent of this tile, or of a gate; its up's follow.
   __device__ __forceinline__ Finish(const Launch& all, unsigned mask, const float* letters,
-                                    int tile, int token, int lane)
-      : all(all), token(token) {
+                                    int tile, const Desk& desk)
+      : all(all), token(desk.token) {
     const Place place(all, mask, tile);
     const bool is_glu = all.is_glu();
     const int second = is_glu ? tile & 1 : 0;
-    row = place.row + Tile{4 * (lane & 7)}.sum_row(0) + 8 * second;
+    row = place.row + desk.row + 8 * second;
     bias = place.matrix.bias, other_bias = is_glu ? all.matrices[1].bias : bias;
-    letter = letters + letter_at(0, 0, lane >> 3, lane & 7) + second;
+    letter = letters + desk.place + second;
     other = letter + (is_glu ? LETTER : 1);
     out = place.matrix.out + static_cast<long long>(token) * place.matrix.rows + row;
     if (token >= 0 && all.kind == ADD) before[0] = out[0], before[1] = out[8];
@@ -91,7 +98,7 @@ struct Finish {
 template <class F>
 __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
                                             const Memory<F>& memory, unsigned mask, int round,
-                                            int token, int lane) {
+                                            const Desk& desk, int lane) {
   if (round >= work.own_rounds) return;
   const bool is_shared = work.shares(round);
   const int parts = is_shared ? work.parts : 1, part = is_shared ? work.part : 0;
@@ -101,8 +108,7 @@ __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
     // A gate and its up are two warps'. What others send lies in this block's shared memory, too,
     // which no cache hides; by PTX's scopes it would take `await`.
     const int glu = all.is_glu(), first = work.warp & ~glu;
-    const Finish finish(all, mask, memory.box(box) + first * LETTER, work.tile(round), token,
-                        lane);
+    const Finish finish(all, mask, memory.box(box) + first * LETTER, work.tile(round), desk);
 #pragma unroll 1
     for (int n = 0; n < parts; ++n) {
       await_own(bells + first + GROUP_WARPS * n, ~uses & 1);
