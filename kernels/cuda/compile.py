@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 CSRC = Path(__file__).parent / "csrc"
 KERNELS = CSRC.parent.parent  # for #include "formats/q4_k.h"
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "-lineinfo")
+# Of an architecture the instructions that no later one has: machine code is for one card alone.
+OWN = {"sm_90": "sm_90a"}
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 
 
@@ -63,7 +65,8 @@ def _compiled(instance: Instance, arch: str, cache: Path | None, suffix: str) ->
     flags = _flags(instance)
     if arch.startswith("sm_"):
         flags.append("--ptxas-options=-v")
-    code, said = nvrtc.compile_source(instance.file, source_of(instance.file), flags, arch)
+    target = OWN.get(arch, arch)
+    code, said = nvrtc.compile_source(instance.file, source_of(instance.file), flags, target)
     whole = {".log": said.encode(), ".cubin" if arch.startswith("sm_") else ".ptx": code}
     try:
         for each, data in whole.items():
@@ -92,7 +95,8 @@ def compile_all(
 
 def digest(instance: Instance, arch: str) -> str:
     """The name under which an instance's code is kept."""
-    text = [source_of(instance.file), *_flags(instance), arch, str(nvrtc.version())]
+    target = OWN.get(arch, arch)
+    text = [source_of(instance.file), *_flags(instance), target, str(nvrtc.version())]
     return hashlib.sha256("\0".join(text).encode()).hexdigest()[:32]
 
 

@@ -322,17 +322,19 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
 def _clusters(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     """Whether it was a product for matmul_cluster.cu; then it is launched."""
     task = launch.task
-    deal = clusters.deal(task) if ops.arch >= clusters.ARCH else None
+    deal = clusters.deal(task) if ops.arch == clusters.ARCH else None
     if deal is None:
         return False
     numbers = task.columns, task.tokens, deal.room, launch.epilogue, launch.others
+    seating = records.Seating(deal.room, 8 * deal.passes)
     with ops.scope():
         own, other = 0, 0
         if late_norm(x) is not None or task.columns >= clusters.STAGED_FROM:
-            own, other = records.made(ops, x, task.pair, bool(launch.others), launch.is_only)
+            how = bool(launch.others), launch.is_only, seating
+            own, other = records.made(ops, x, task.pair, *how)
         is_told = bool(own or other) and late_norm(x) is not None  # in records alone
         read = 0 if is_told else x.ptr
-        ops.kernel(clusters.CLUSTER[task.pair, deal.passes, deal.held])(
+        ops.kernel(clusters.CLUSTER[task.pair, deal.passes])(
             (deal.clusters * clusters.CLASSES, -(-task.tokens // deal.room)),
             32 * deal.crew,
             (*launch.matrices, read, own, other, *map(np.int32, (*numbers, *deal.numbers))),

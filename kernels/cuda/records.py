@@ -1,11 +1,14 @@
 """Tokens as products of several rows read them, made once for all blocks: csrc/matmul_staged.cu.
 
-A record is a token's part of 256 columns, as halves in the order that a format's product wants. A
+A record is a token's part of 256 columns, as halves in the order that a format's product wants.
+Tokens that are seated lie as the tensor core reads several of them, those of a turn together. A
 norm that is late (norms.py) is computed on the way. Knows sizes and launches; which product takes
 records is said by clusters.py and wide.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.cuda import stream
@@ -20,22 +23,40 @@ COLUMNS, CHUNKS_OF_A_BLOCK = 256, 8
 LONGEST = 8192  # columns of a row that is normed: a warp each COLUMNS
 
 
-def _instance(function: str, pair: tuple[str, str]) -> Instance:
-    named = (("FORMAT", pair[0]), ("OTHER", pair[1]), ("MANY", "2"))
+def _instance(function: str, pair: tuple[str, str], is_seated: bool) -> Instance:
+    defines = {"FORMAT": pair[0], "OTHER": pair[1], "MANY": "2", "SEATED": str(int(is_seated))}
+    named = tuple(defines.items())
     return Instance("matmul_staged.cu", function, named, is_exact=True, waits=True)
 
 
-STAGED = {pair: _instance("stage_tokens", pair) for pair in PAIRS}
-NORMED = {pair: _instance("norm_tokens", pair) for pair in PAIRS}
+_KEYS = [(pair, is_seated) for pair in PAIRS for is_seated in (False, True)]
+STAGED = {key: _instance("stage_tokens", *key) for key in _KEYS}
+NORMED = {key: _instance("norm_tokens", *key) for key in _KEYS}
 INSTANCES = [*STAGED.values(), *NORMED.values()]
 
 
-def record_bytes(name: str, columns: int, tokens: int) -> int:
-    return columns // COLUMNS * CHUNKS[name].token_bytes * tokens
+@dataclass(frozen=True)
+class Seating:
+    """Turns of `room` tokens, each of which has `seats` places; none: tokens are not seated."""
+
+    room: int
+    seats: int
+
+    def record_bytes(self, name: str, columns: int, tokens: int) -> int:
+        places = -(-tokens // self.room) * self.seats if self.seats else tokens
+        return columns // COLUMNS * CHUNKS[name].token_bytes * places
+
+
+NONE = Seating(0, 0)
 
 
 def made(
-    ops: Launcher, x: DeviceArray, pair: tuple[str, str], has_both: bool, is_only: bool = False
+    ops: Launcher,
+    x: DeviceArray,
+    pair: tuple[str, str],
+    has_both: bool,
+    is_only: bool = False,
+    seating: Seating = NONE,
 ) -> tuple[int, int]:
     """Where records of x are for each format of a launch's pair, until the scope ends; 0 for one
     that takes none. is_only: nobody else needs a late norm's rows, which are 16 KB of the 41 that a
@@ -45,22 +66,24 @@ def made(
     if not names:
         return 0, 0
     found = {
-        name: ops.scratch((record_bytes(name, columns, tokens),), np.uint8).ptr for name in names
+        name: ops.scratch((seating.record_bytes(name, columns, tokens),), np.uint8).ptr
+        for name in names
     }
-    pair_of_names, norm = (names[0], names[-1]), late_norm(x)
-    places, sizes = (found[names[0]], found[names[-1]]), (np.int32(columns), np.int32(tokens))
+    key, norm = ((names[0], names[-1]), seating.seats > 0), late_norm(x)
+    places = found[names[0]], found[names[-1]]
+    sizes = tuple(map(np.int32, (columns, tokens, seating.room, seating.seats)))
     if norm is not None and columns <= LONGEST:
         numbers = np.float32(1) / np.float32(columns), np.float32(norm.eps)
         is_told = is_only and set(pair if has_both else pair[:1]) <= set(FORMATS)
         out = 0 if is_told else norm.take()
-        ops.kernel(NORMED[pair_of_names])(
+        ops.kernel(NORMED[key])(
             (tokens,),
             32 * (columns // COLUMNS),
             (norm.x.ptr, norm.weight.ptr, out, *places, *sizes, *numbers),
             shared=spread(ops.arch, 1),
         )
     else:
-        ops.kernel(STAGED[pair_of_names])(
+        ops.kernel(STAGED[key])(
             (-(-columns // (COLUMNS * CHUNKS_OF_A_BLOCK)), tokens * len(names)),
             32 * CHUNKS_OF_A_BLOCK,
             (x.ptr, *places, *sizes),

@@ -15,19 +15,6 @@ namespace voltapile {
 #if VP_ARCH >= 900 && CLUSTER > 1
 static_assert(BLOCKS == 8 && STRANDS == 4);
 
-#ifndef VP_EMULATION
-// As send() of a pair.
-__device__ __forceinline__ void send(float4 four, float4* mine, Bell* bell, int block) {
-  const unsigned to = address_in(shared_address(mine), block);
-  const unsigned its_bell = address_in(shared_address(bell), block);
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], "
-      "{%1, %2, %3, %4}, [%5];" ::"r"(to),
-      "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w), "r"(its_bell)
-      : "memory");
-}
-#endif
-
 // What the blocks send a row's owner. Rows are dealt out: a block owns row `rank` and each
 // `blocks`-th after it.
 struct Inbox {

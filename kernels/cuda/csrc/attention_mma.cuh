@@ -23,21 +23,7 @@ struct Square {
 };
 
 #ifndef VP_EMULATION
-#if VP_ARCH >= 750
-// Four matrices of 8 x 8 halves, a row's address from each lane; `by_columns` turns them round.
-__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const half_bits* m) {
-  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(m));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(at));
-}
-__device__ __forceinline__ void load_matrices_turned(unsigned (&r)[4], const half_bits* m) {
-  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(m));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(at));
-}
-#else
+#if VP_ARCH < 750
 // mma_884 with B by rows: lane t of a quad pair holds row t % 4 and columns 4 (t / 4) to + 3 of it.
 __device__ __forceinline__ void mma_884_rows(float (&c)[8], unsigned a0, unsigned a1, unsigned b0,
                                              unsigned b1) {

@@ -24,13 +24,22 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
-// To where `mine` is in another block, or this one; its bell hears of eight bytes.
+// To where `mine` is in another block, or this one; its bell hears of the bytes.
 __device__ __forceinline__ void send(float2 pair, float2* mine, Bell* bell, int block) {
   const unsigned to = address_in(shared_address(mine), block);
   const unsigned its_bell = address_in(shared_address(bell), block);
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
       ::"r"(to), "f"(pair.x), "f"(pair.y), "r"(its_bell)
+      : "memory");
+}
+__device__ __forceinline__ void send(float4 four, float4* mine, Bell* bell, int block) {
+  const unsigned to = address_in(shared_address(mine), block);
+  const unsigned its_bell = address_in(shared_address(bell), block);
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
+      "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w), "r"(its_bell)
       : "memory");
 }
 // This block's part of the dynamic shared memory.

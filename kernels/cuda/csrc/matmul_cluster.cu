@@ -1,4 +1,5 @@
-// The product of many generated rows from sm_90 on: each weight is unpacked once for all of them.
+// The product of many generated rows, for compute capability 9.0: each weight is unpacked once for
+// all of them.
 //
 // Columns are cut into CLASSES, chunk c into class c % CLASSES, as matmul_rows.cu deals them to
 // warps. A cluster has a block for each class and takes some tiles of 16 rows of weights: a block
@@ -10,28 +11,27 @@
 // grid: (CLASSES * clusters, turns of `room` tokens). Clusters from first_other on take the
 // matrices whose bit in `others` is set. A cluster takes `units` of a format, and the first `more`
 // another one: a tile, or a gate's and its up's. boxes: 2 where a tile's sums may arrive while
-// those of the one before are read, else 1. by_crew, by_most: matmul_crew.cuh. -D FORMAT, OTHER;
-// SPLIT and WARPS, both CLASSES; CREW, the most warps; MANY 2 or 4; TILES 1; HELD, the tiles that a
-// warp multiplies at once, 1 or 2: with 1 the number of warps is even.
+// those of the one before are read, else 1. owners: warps that ever have a tile. by_crew, by_most:
+// matmul_crew.cuh. records: of each turn, Seats of each chunk (matmul_order.cuh). -D FORMAT, OTHER;
+// SPLIT and WARPS, both CLASSES; CREW, the most warps, of which there are a multiple of four; MANY
+// 2 or 4; TILES 1.
 #include "grid.cuh"
 #include "matmul_crew.cuh"
 #include "matmul_letters.cuh"
 
 using namespace voltapile;
 
-#if VP_ARCH >= 900
+#if VP_ARCH == 900
 // Records of the block's chunks are copied, a chunk at a time, by the first warp; the chunk's bell
 // tells. Somebody must wait for each bell, since a block must not end before.
 template <class F>
 __device__ __forceinline__ void copy_tokens(const Launch& all, const std::uint8_t* records,
-                                            int all_tokens, const Memory<F>& memory, int slots,
-                                            int lane) {
-  constexpr int SIZE = CrewMemory<F>::Staged::PER_TOKEN;
+                                            const Memory<F>& memory, int slots, int lane) {
+  constexpr int SIZE = CrewMemory<F>::SLOT;
   if (lane >= slots) return;
-  const long long at =
-      static_cast<long long>(all.rank + CLASSES * lane) * all_tokens + all.first_token;
-  expect(memory.chunk_bell(lane), all.tokens * SIZE);
-  copy_whole(memory.slot(lane).memory, records + at * SIZE, all.tokens * SIZE,
+  const int chunk = blockIdx.y * (all.k / CrewMemory<F>::COLUMNS) + all.rank + CLASSES * lane;
+  expect(memory.chunk_bell(lane), SIZE);
+  copy_whole(memory.slot(lane).memory, records + static_cast<long long>(chunk) * SIZE, SIZE,
              memory.chunk_bell(lane));
 }
 
@@ -61,6 +61,7 @@ __device__ __forceinline__ void stage_tokens(const Launch& all, const Memory<F>&
         for (int i = 1; i < SEVERAL; ++i) a[i - 1] = a[i], b[i - 1] = b[i];
       }
     }
+    show_tokens();
   } else {
     for (int at = warp; at < count; at += all.crew) {
       const int token = at % ROOM;
@@ -74,16 +75,19 @@ __device__ __forceinline__ void stage_tokens(const Launch& all, const Memory<F>&
   __syncthreads();
 }
 
-// A warp's chunks of a tile; what is fetched meanwhile goes to the places that become free.
+// A warp's chunks of a tile; what is fetched meanwhile goes to the places that become free. Who has
+// no tile multiplies whatever lies there. awaited: chunks whose tokens may still be on their way.
 template <class F>
-__device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const Work::Task& task,
-                                                Fetch<F>& fetch, Ring<F>& ring, bool is_awaited,
-                                                int lane, Sums (&total)[HELD]) {
+__device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const Work& work,
+                                                int round, Fetch<F>& fetch, Ring<F>& ring,
+                                                int awaited, const Tile& tile, Sums& total) {
+  const bool is_in = round < work.own_rounds;
 #pragma unroll 1
-  for (int n = task.from; n < task.to; ++n) {
-    if (Order<F>::IS_BLOCK && is_awaited) await_own(memory.chunk_bell(n), true);
-    ring.await_here();
-    add_chunk<F>(ring.memory, ring.here(), ring.behind(), memory.slot(n), Tile{lane}, total);
+  for (int n = work.from(round); n < work.to(round); ++n) {
+    if (n < awaited) await_own(memory.chunk_bell(n), true);
+    if (is_in) ring.await_here();
+    add_chunk<F>(ring.memory, ring.here(), ring.behind(), memory.slot(n), memory.pieces(n), tile,
+                 total);
     __syncwarp();  // what was read may be overwritten
     fetch.begin(ring, ring.place);
     ring.next();
@@ -93,11 +97,13 @@ __device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const W
 // The cluster's share of the tiles.
 template <class F>
 __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uint8_t* records,
-                                               int all_tokens, unsigned mask,
-                                               const Share& share, std::uint8_t* shared) {
+                                               unsigned mask, const Share& share,
+                                               std::uint8_t* shared) {
   using M = CrewMemory<F>;
-  // The same for all lanes, as the compiler is to know.
-  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  // A lane's number is not asked for again, and a warp's is the same for all lanes, as the compiler
+  // is to know.
+  const int lane = __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31);
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int row_bytes = all.k / F::length * F::bytes, chunks = all.k / M::COLUMNS;
   const int most = (chunks + CLASSES - 1) / CLASSES;
   const Work work(all.crew, share, (chunks - all.rank + CLASSES - 1) / CLASSES, most, warp);
@@ -112,38 +118,35 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   if (lane < all.boxes) {
     Bell* bell = memory.bells_of(lane) + warp;
     make_bell(bell);
-    if (lane < work.rounds && work.task(lane).is_in) expect(bell, LETTERS);
+    if (lane < work.own_rounds) expect(bell, LETTER_BYTES);
   }
   if (warp == 0 && lane < work.slots) make_bell(memory.chunk_bell(lane));
   __syncthreads();
   cluster_arrive();
   grid_wait();
   const bool is_copied = Order<F>::IS_BLOCK && records != nullptr;
+  const int copied = __shfl_sync(~0u, is_copied ? work.slots : 0, 0);
   if (!is_copied) {
     stage_tokens<F>(all, memory, work.slots, warp, lane);
   } else if constexpr (Order<F>::IS_BLOCK) {
-    if (warp == 0 && work.rounds > 0)
-      copy_tokens<F>(all, records, all_tokens, memory, work.slots, lane);
+    if (warp == 0 && work.rounds > 0) copy_tokens<F>(all, records, memory, work.slots, lane);
   }
+  const Desk desk(all, lane);
   for (int round = 0; round <= work.rounds; ++round) {
-    Sums total[HELD] = {};
+    Sums total = {};
     const bool is_over = round == work.rounds;
-    const Work::Task task = work.task(round);
-    if (task.is_in)
-      multiply_chunks(memory, task, fetch, ring, is_copied && round == 0, lane, total);
+    if (round < (Order<F>::IS_BLOCK ? work.busy_rounds : work.own_rounds))
+      multiply_chunks(memory, work, round, fetch, ring, round == 0 ? copied : 0, Tile{lane}, total);
     if (round == 0) cluster_wait();  // nobody is sent anything who has not begun
     if (round > 0) {
       // Whose bells are awaited by another warp must have seen them ring for the rounds before.
       if (is_over && work.shares(round - 1)) __syncthreads();
-      finish_tile(all, work, memory, mask, round - 1, lane);
+      finish_tile(all, work, memory, mask, round - 1, desk, lane);
       if (!is_over && all.boxes == 1) cluster_arrive(), cluster_wait();  // all have read
     }
     const int box = all.boxes > 1 ? round & 1 : 0;
-    if (task.is_in)
-#pragma unroll
-      for (int i = 0; i < HELD; ++i)
-        send_sums(total[i], memory.box(box), memory.bells_of(box) + warp, warp * HELD + i,
-                  all.rank, Tile{lane});
+    if (round < work.own_rounds)
+      send_sums(total, memory.box(box), memory.bells_of(box) + warp, warp, all.rank, Tile{lane});
   }
 }
 #endif
@@ -154,10 +157,10 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
                    const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
                    const float* x, const std::uint8_t* records, const std::uint8_t* other_records,
                    int k, int tokens, int room, int epilogue, int others, int depth, int boxes,
-                   int by_crew, int by_most, int units, int more, int first_other, int other_units,
-                   int other_more) {
-#if VP_ARCH >= 900
-  extern __shared__ __align__(128) std::uint8_t shared[];
+                   int owners, int by_crew, int by_most, int units, int more, int first_other,
+                   int other_units, int other_more) {
+#if VP_ARCH == 900
+  extern __shared__ __align__(1024) std::uint8_t shared[];
   grid_launch();
   const int first = blockIdx.y * room;
   const Launch all{{{weights0, bias0, out0, rows0},
@@ -170,6 +173,7 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
                    depth,
                    boxes,
                    static_cast<int>(blockDim.x / 32),
+                   owners,
                    static_cast<int>(blockIdx.x % CLASSES),
                    static_cast<Epilogue>(epilogue)};
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
@@ -183,10 +187,10 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(32 * CREW, 1)
   };
   std::uint8_t* memory = own_memory(shared);
   if (!IS_SAME && cluster >= first_other)
-    multiply_tiles<formats::OTHER>(all, other_records, tokens, others,
+    multiply_tiles<formats::OTHER>(all, other_records, others,
                                    share(cluster - first_other, other_units, other_more), memory);
   else
-    multiply_tiles<formats::FORMAT>(all, records, tokens, IS_SAME ? 7 : ~others & 7,
+    multiply_tiles<formats::FORMAT>(all, records, IS_SAME ? 7 : ~others & 7,
                                     share(cluster, units, more), memory);
 #endif
 }

@@ -1,21 +1,24 @@
 // What matmul_cluster.cu is made of: which tiles and chunks a warp takes, where they lie, its ring,
 // and the block's shared memory. -D as there.
+//
+// Warps come in groups of four, which multiply with the same tokens (matmul_crowd.cuh).
 #pragma once
 #include "cluster.cuh"
 #include "matmul_crowd.cuh"
 #include "matmul_epilogue.cuh"
 
-#if VP_ARCH >= 900
+#if VP_ARCH == 900
 namespace voltapile {
 
 constexpr int CLASSES = SPLIT;
 constexpr int ROOM = 8 * PASSES, TOKENS = ROOM / CLASSES;  // of all blocks; whose sums one adds
-static_assert(CLASSES == WARPS && ROOM % CLASSES == 0 && HELD <= 2);
+static_assert(CLASSES == WARPS && ROOM % CLASSES == 0 && CREW % GROUP_WARPS == 0);
 
 struct Launch {
   Matrix matrices[3];
   const float* x;
-  int k, first_token, tokens, depth, boxes, crew;  // tokens: of this turn; crew: warps of a block
+  int k, first_token, tokens, depth, boxes;  // tokens: of this turn
+  int crew, owners;                          // warps of a block; those that ever have a tile
   int rank;                                  // of the block, and its class
   Epilogue kind;
 
@@ -61,62 +64,69 @@ template <class F>
 struct CrewMemory {
   using M = ChunkMemory<F>;
   using C = Codec<F>;
-  using Staged = typename M::Staged;
+  using Staged = typename CrowdTokens<F>::Staged;
   static constexpr int COLUMNS = 32 * C::GROUPS;
   static constexpr int CHUNK = Dense<F>::SIZE;
   static constexpr int SCALES = M::HAS_SCALES ? M::SCALES : 0;
-  static constexpr int SLOT = (Staged::PER_TOKEN * ROOM + 15) / 16 * 16;  // of a chunk's tokens
+  static __device__ constexpr int slot() {  // of a chunk's tokens
+    return (Staged::PER_TOKEN * ROOM + 15) / 16 * 16;
+  }
+  static constexpr int SLOT = slot();
 };
 
-// What the warps of a block have to do: tiles from begin to end, HELD neighbours a warp, a round of
-// `crew` warps after the other, each with all `slots` chunks of the class. If so few are left for
-// the last round that there is a warp for each of their chunks (`most`, in any class), warps take a
-// chunk each.
+// What the warps of a block have to do: tiles from begin to end, a round of `crew` warps after the
+// other, each with all `slots` chunks of the class. If so few are left for the last round that
+// there is a group of warps for each of their chunks (`most`, in any class), groups take a chunk
+// each.
 struct Work {
-  int crew, begin, end, slots, warp, rounds;
-  int parts, mate, part;  // of the last round: of a tile, and which this warp takes of which
+  int crew, slots, warp, rounds;
+  int own_rounds, busy_rounds;  // in which this warp has a tile; in which any of its group has one
+  int first_tile, last_tile;    // of this warp
+  int parts, part;              // of the last round's tiles, and which of them this warp takes
 
-  struct Task {
-    int tile, number, from, to, parts, part;  // tile: the first; number: of the warps' in a round
-    bool is_in;
-  };
   __device__ __forceinline__ Work(int crew, const Share& share, int slots, int most, int warp)
-      : crew(crew), begin(share.begin), end(share.end), slots(slots), warp(warp) {
-    const int count = (end - begin + HELD - 1) / HELD;
+      : crew(crew), slots(slots), warp(warp), first_tile(share.begin + warp) {
+    const int count = share.end - share.begin, group = warp / GROUP_WARPS;
     rounds = Share::quotient(count + crew - 1, share.by_crew);
-    const int left = count - (rounds - 1) * crew;
-    parts = left < crew && left * most <= crew ? most : 1;
-    mate = parts > 1 ? Share::quotient(warp, share.by_most) : warp, part = warp - mate * parts;
+    const int before = (rounds - 1) * crew, left = count - before;
+    const int groups = (left + GROUP_WARPS - 1) / GROUP_WARPS;
+    parts = left < crew && GROUP_WARPS * groups * most <= crew ? most : 1;
+    const int mate = parts > 1 ? Share::quotient(group, share.by_most) : group;
+    part = group - mate * parts;
+    if (parts == 1) part = 0;
+    const int own = warp % GROUP_WARPS, last = share.begin + before + GROUP_WARPS * mate;
+    last_tile = last + own;
+    own_rounds = rounds - (last + own >= share.end);
+    busy_rounds = rounds - (last >= share.end);
   }
-  __device__ __forceinline__ bool shares(int round) const { return parts > 1 && is_last(round); }
-  __device__ __forceinline__ bool is_last(int round) const { return round == rounds - 1; }
-  __device__ __forceinline__ Task task(int round) const {
-    const bool is_shared = shares(round);
-    const int number = is_shared ? mate : warp, tile = begin + HELD * (round * crew + number);
-    if (!is_shared) return {tile, number, 0, slots, 1, 0, tile < end};
-    return {tile, number, part, min(part + 1, slots), parts, part, tile < end};
+  __device__ __forceinline__ bool shares(int round) const {
+    return parts > 1 && round == rounds - 1;
   }
-  // The i-th of a warp's tiles, or its last.
-  __device__ __forceinline__ int tile(const Task& task, int i) const {
-    return min(task.tile + i, end - 1);
+  __device__ __forceinline__ int tile(int round) const {
+    return shares(round) ? last_tile : first_tile + round * crew;
+  }
+  // Chunks of a round's tile.
+  __device__ __forceinline__ int from(int round) const { return shares(round) ? part : 0; }
+  __device__ __forceinline__ int to(int round) const {
+    return shares(round) ? min(part + 1, slots) : slots;
   }
 };
 
-// A warp's ring of chunks, HELD at a place, each with a bell, and the place that is next.
+// A warp's ring of chunks, each with a bell, and the place that is next.
 template <class F>
 struct Ring {
-  static constexpr int PLACE = HELD * CrewMemory<F>::CHUNK;
+  static constexpr int PLACE = CrewMemory<F>::CHUNK;
   std::uint8_t* memory;
+  int own;  // where the warp's places begin
   Bell* bells;
-  int depth, place = 0;
-  bool is_odd = true;
+  int depth, place = 0, times = 0;  // that all places were used
 
-  __device__ __forceinline__ int here() const { return place * PLACE; }
-  __device__ __forceinline__ std::uint8_t* behind() const { return memory + depth * PLACE; }
-  __device__ __forceinline__ void await_here() const { await_own(bells + place, is_odd); }
+  __device__ __forceinline__ int here() const { return own + place * PLACE; }
+  __device__ __forceinline__ std::uint8_t* behind() const { return memory + own + depth * PLACE; }
+  __device__ __forceinline__ void await_here() const { await_own(bells + place, ~times & 1); }
   __device__ __forceinline__ void next() {
     if (++place < depth) return;
-    place = 0, is_odd = !is_odd;
+    place = 0, ++times;
   }
 };
 
@@ -128,7 +138,7 @@ struct Fetch {
   const Work& work;
   unsigned mask;
   int row_bytes, round = 0, left;
-  const std::uint8_t* from[HELD];
+  const std::uint8_t* from;
 
   __device__ __forceinline__ Fetch(const Launch& all, const Work& work, unsigned mask,
                                    int row_bytes)
@@ -139,14 +149,11 @@ struct Fetch {
   __device__ __forceinline__ void begin(const Ring<F>& ring, int place) {
     if (left <= 0) return;
     if (is_elected()) {
-      std::uint8_t* to = ring.memory + place * Ring<F>::PLACE;
-      expect(ring.bells + place, Ring<F>::PLACE);
-#pragma unroll
-      for (int i = 0; i < HELD; ++i)
-        copy_whole(to + i * M::CHUNK, from[i], M::CHUNK, ring.bells + place);
+      std::uint8_t* to = ring.memory + ring.own + place * Ring<F>::PLACE;
+      expect(ring.bells + place, M::CHUNK);
+      copy_whole(to, from, M::CHUNK, ring.bells + place);
     }
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) from[i] += CLASSES * M::CHUNK;
+    from += CLASSES * M::CHUNK;
     if (--left > 0) return;
     ++round;
     find();
@@ -155,46 +162,48 @@ struct Fetch {
  private:
   __device__ __forceinline__ void find() {
     left = 0;
-    if (round >= work.rounds) return;
-    const Work::Task task = work.task(round);
-    if (!task.is_in) return;
-    left = task.to - task.from;
-#pragma unroll
-    for (int i = 0; i < HELD; ++i)
-      from[i] = Place(all, mask, work.tile(task, i)).begin(row_bytes) +
-                (all.rank + CLASSES * task.from) * M::CHUNK;
+    if (round >= work.own_rounds) return;
+    const int first = work.from(round);
+    left = work.to(round) - first;
+    from = Place(all, mask, work.tile(round)).begin(row_bytes) +
+           (all.rank + CLASSES * first) * M::CHUNK;
   }
 };
 
-constexpr int LETTER = CLASSES * TOKENS * 8;  // of pairs, for a tile
-constexpr int LETTERS = HELD * LETTER * sizeof(float2);  // bytes of a warp's
+constexpr int LETTER = 16 * CLASSES * TOKENS;  // floats, for a tile or a part of one
+constexpr int LETTER_BYTES = LETTER * sizeof(float);
 
 // Where things are in the block's shared memory.
 template <class F>
 struct Memory {
   using M = CrewMemory<F>;
+  std::uint8_t* tokens;  // first, for they want a multiple of 1024 bytes
+  Pieces first;
   Bell* bells;  // [2][CREW] of sums, [crew][depth] of rings, then one of each chunk's tokens
-  int box_pairs, ring_bells;
-  float2* boxes;
-  std::uint8_t *rings, *tokens;
+  int box_floats, ring_bells;
+  float* boxes;
+  std::uint8_t* rings;
 
   // most: chunks of a class.
   __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int most)
-      : bells(reinterpret_cast<Bell*>(shared)),
-        box_pairs(all.crew * HELD * LETTER),
+      : tokens(shared),
+        first(Pieces(shared).kept()),
+        bells(reinterpret_cast<Bell*>(shared + most * M::SLOT)),
+        box_floats(all.owners * LETTER),
         ring_bells(all.crew * all.depth) {
     const int count = ring_bells + most;
-    boxes = reinterpret_cast<float2*>(chunk_bell(most + (count & 1)));
+    boxes = reinterpret_cast<float*>(chunk_bell(most + (count & 1)));
     rings = reinterpret_cast<std::uint8_t*>(box(all.boxes));
-    tokens = rings + all.crew * ring_bytes(all);
   }
   static __device__ __forceinline__ int ring_bytes(const Launch& all) {
     return all.depth * Ring<F>::PLACE + M::SCALES;
   }
+  // Who never has a tile reads another's ring. Where it begins is not computed again.
   __device__ __forceinline__ Ring<F> ring(const Launch& all, int warp) const {
-    return {rings + warp * ring_bytes(all), bells + 2 * CREW + warp * all.depth, all.depth};
+    const int own = __shfl_sync(~0u, min(warp, all.owners - 1) * ring_bytes(all), 0);
+    return {rings, own, bells + 2 * CREW + warp * all.depth, all.depth};
   }
-  __device__ __forceinline__ float2* box(int i) const { return boxes + i * box_pairs; }
+  __device__ __forceinline__ float* box(int i) const { return boxes + i * box_floats; }
   __device__ __forceinline__ Bell* bells_of(int box) const { return bells + box * CREW; }
   __device__ __forceinline__ Bell* chunk_bell(int n) const {
     return bells + 2 * CREW + ring_bells + n;
@@ -203,6 +212,7 @@ struct Memory {
   __device__ __forceinline__ typename M::Staged slot(int n) const {
     return typename M::Staged(tokens + n * M::SLOT, ROOM);
   }
+  __device__ __forceinline__ Pieces pieces(int n) const { return first.after(n * M::SLOT); }
 };
 
 }  // namespace voltapile

@@ -1,12 +1,15 @@
-// A chunk of 256 columns times 16 or 32 tokens, as its bytes lie: what matmul_block.cuh does for a
-// few tokens, with the same bits, in loops that stay small. From sm_90 on.
+// A chunk of 256 columns of 16 rows times 16 or 32 tokens, as its bytes lie: what matmul_block.cuh
+// does for a few tokens, with the same bits, in loops that stay small. For compute capability 9.0.
 //
-// Sixteen warps that are at sixteen places of a long way want more instructions than the cache
-// beside a scheduler keeps; here each one that was fetched is run several times.
+// Four warps do it at once, each with rows of its own and all with the same tokens. They multiply
+// together (warpgroup.cuh), and what a product costs a warp is unpacking and its sums. Where these
+// are rounded the tensor core does it as for a warp alone: 216 million sums had the same bits (an
+// H200, 2026-11-30).
 #pragma once
 #include "matmul_chunk.cuh"
+#include "warpgroup.cuh"
 
-#if VP_ARCH >= 900
+#if VP_ARCH == 900
 namespace voltapile {
 
 // A chunk of a tile as it lies in memory (tiles.cuh) and is copied: row behind row.
@@ -18,110 +21,149 @@ struct Dense {
   }
 };
 
-template <class F>
-struct Crowd;
+// What a lane reads of tokens in the order of Seats.
+struct View {
+  static constexpr int ROOM = 8 * PASSES;
+  const std::uint8_t* memory;
+  Pieces all;
+  int lane;
 
-// What a lane reads of tokens: its unit of a group, of its token of each eight.
-template <class F>
-struct Seats {
-  using T = BlockTokens<F>;
-  static constexpr int EIGHT = 8 * T::PER_TOKEN;
-  const std::uint8_t *units, *sums, *scales;
-
-  __device__ __forceinline__ Seats(const T& tokens, const Tile& tile) {
-    const std::uint8_t* own = tokens.memory + tile.token() * T::PER_TOKEN;
-    units = own + 16 * tile.unit(0);
-    sums = own + T::SUMS + 8 * tile.unit(0);
-    scales = tokens.memory + tile.sum_token(0) * T::PER_TOKEN + T::SCALE;
+  __device__ __forceinline__ Pieces pieces(int group) const {
+    return all.after(Seats::ROW * ROOM * (group / 2) + 64 * (group % 2));
   }
+  // Of the lane's token of eight, its unit.
   __device__ __forceinline__ Unit unit(int group, int pass) const {
-    return unit_at(reinterpret_cast<const Unit*>(units + 64 * group + EIGHT * pass));
+    const int row = lane & 7, piece = 16 * ((lane >> 3) ^ row);
+    const int own = Seats::ROW * row + (group % 2 ? piece ^ 64 : piece);
+    return matrices(own + Seats::ROW * (ROOM * (group / 2) + 8 * pass));
   }
-  __device__ __forceinline__ uint2 pair(int pass) const {
-    return *reinterpret_cast<const uint2*>(sums + EIGHT * pass);
+  // The same of sums, of two times eight tokens.
+  __device__ __forceinline__ Unit pairs(int two) const {
+    const int own = 16 * (lane >> 3 & 1) + 256 * (lane >> 4) + 32 * (lane & 7);
+    return matrices(own + Seats::sums(ROOM) + 512 * two);
   }
-  // Of the lane's i-th token.
-  __device__ __forceinline__ float scale(int pass, int i) const {
-    return *reinterpret_cast<const float*>(scales + EIGHT * pass + T::PER_TOKEN * i);
+  // Of the tokens of the lane's sums.
+  __device__ __forceinline__ float2 scales(int pass) const {
+    const std::uint8_t* own = memory + Seats::scales(ROOM) + 8 * (lane & 3);
+    return *reinterpret_cast<const float2*>(own + 32 * pass);
+  }
+
+ private:
+  __device__ __forceinline__ Unit matrices(int own) const {
+    Unit found;
+    load_matrices(found.r, reinterpret_cast<const std::uint16_t*>(memory + own));
+    return found;
   }
 };
 
-using Sums = float[PASSES][Tile::VALUES];
+// sum += scale c, of an exact c.
+__device__ __forceinline__ void add_group(Sums& sum, const float (&scale)[2], const Sums& c) {
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass)
+#pragma unroll
+    for (int e = 0; e < Tile::VALUES; ++e)
+      sum[pass][e] = fmaf(scale[Tile::row_of(e)], c[pass][e], sum[pass][e]);
+}
+
+// total += scale part, of element e. A token's scale is a power of two, so nothing is rounded that
+// a product apart would round otherwise, of numbers down to 2^-126.
+__device__ __forceinline__ void add_scaled(float& total, float2 scales, int e, float part) {
+  total = fmaf(Tile::token_of(e) ? scales.y : scales.x, part, total);
+}
+
+template <class F>
+struct Crowd;
 
 template <>
 struct Crowd<formats::Q4_K> {
   using F = formats::Q4_K;
 
-  // Adds the products of 16 rows times T, of which this lane's start at at[t][i], to total.
-  template <int T>
+  // Adds the products of 16 rows, of which this lane's start at at[i], to total.
   static __device__ __forceinline__ void add(const std::uint8_t* memory,
-                                             const int (&at)[T][Tile::ROWS],
-                                             const BlockTokens<F>& tokens, const Tile& tile,
-                                             Sums (&total)[T]) {
-    const Seats<F> seats(tokens, tile);
+                                             const int (&at)[Tile::ROWS], const View& tokens,
+                                             const Tile& tile, Sums& total) {
     const int p = tile.unit(0);
-    unsigned scales[T][2], later[T][2];  // of this run's groups and those behind, a byte each
+    unsigned scales[2], later[2];  // of four groups and those behind, a byte each
+    uint2 two[2];                  // bytes of a run of two groups
 #pragma unroll
-    for (int i = 0; i < 2 * T; ++i) {
-      const Heads heads{*reinterpret_cast<const uint4*>(memory + at[i / 2][i % 2])};
-      scales[i / 2][i % 2] = heads.scales(0), later[i / 2][i % 2] = heads.scales(1);
+    for (int i = 0; i < 2; ++i) {
+      const Heads heads{*reinterpret_cast<const uint4*>(memory + at[i])};
+      scales[i] = heads.scales(0), later[i] = heads.scales(1);
+      two[i] = bytes_of(memory + at[i], p, 0);
     }
-    Sums sum[T] = {};
-#pragma unroll 1
-    for (int run = 0; run < 4; ++run) {
-      Unit a[T][2][2];
-      float scale[T][2][2];
+    const unsigned zero = tile.lane >> 5;  // in a register, so that magic numbers are in some
+    Sums sum = {};
 #pragma unroll
-      for (int n = 0; n < 2 * T; ++n) {
-        const int t = n / 2, i = n % 2;
-        const uint2 two =
-            *reinterpret_cast<const uint2*>(memory + at[t][i] + 16 + 8 * p + 32 * run);
-        const unsigned x = two.x >> 8, y = two.y >> 8;
-        a[t][0][i] = {{two.x & 0x000f000f, x & 0x000f000f, two.y & 0x000f000f, y & 0x000f000f}};
-        a[t][1][i] = {{two.x & 0x00f000f0, x & 0x00f000f0, two.y & 0x00f000f0, y & 0x00f000f0}};
-        scale[t][0][i] = Block<F>::scale_of(scales[t][i], 0);
-        scale[t][1][i] = Block<F>::scale_of(scales[t][i], 1);
-        scales[t][i] = __funnelshift_r(scales[t][i], later[t][i], 16);
-        later[t][i] >>= 16;
-      }
+    for (int four = 0; four < 2; ++four) {
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd)
+      for (int run = 0; run < 2; ++run) {
+        Unit a[2][2];
 #pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-          const Unit b = seats.unit(2 * run + odd, pass);
-#pragma unroll
-          for (int t = 0; t < T; ++t) {
-            float c[Tile::VALUES] = {};
-            Tile::multiply(c, a[t][odd], &b, 0);
-            Tile::multiply(c, a[t][odd], &b, 1);
-#pragma unroll
-            for (int e = 0; e < Tile::VALUES; ++e)
-              sum[t][pass][e] = fmaf(scale[t][odd][Tile::row_of(e)], c[e], sum[t][pass][e]);
-          }
+        for (int i = 0; i < 2; ++i) {
+          const unsigned x = two[i].x >> 8, y = two[i].y >> 8;
+          a[0][i] = {
+              {two[i].x & 0x000f000f, x & 0x000f000f, two[i].y & 0x000f000f, y & 0x000f000f}};
+          a[1][i] = {
+              {two[i].x & 0x00f000f0, x & 0x00f000f0, two[i].y & 0x00f000f0, y & 0x00f000f0}};
         }
-    }
 #pragma unroll
-    for (int t = 0; t < T; ++t) {
-      Unit least[2];
-      float2 factor[2];
+        for (int odd = 0; odd < 2; ++odd) {
+          Sums c;
+          float scale[2];
+          begin_products(a[odd]);
+          multiply_group<false>(c, a[odd], tokens.pieces(4 * four + 2 * run + odd));
+          commit_products();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const Heads heads{*reinterpret_cast<const uint4*>(memory + at[t][i])};
-        least[i] = heads.minima_of(p);
-        factor[i] = half_values(heads.v.x);
-        factor[i] = {factor[i].x * 0x1p24f, factor[i].y * -64.0f};
+          for (int i = 0; i < 2; ++i) {  // the last time for nobody
+            if (odd) two[i] = bytes_of(memory + at[i], p, 2 * four + run + 1);
+            scale[i] = scale_of(scales[i], 2 * run + odd, zero);
+          }
+          await_products(c);
+          add_group(sum, scale, c);
+        }
       }
 #pragma unroll
-      for (int pass = 0; pass < PASSES; ++pass) {
-        const uint2 pair = seats.pair(pass);
-        const Unit b{{pair.x, pair.y, 0, 0}};
+      for (int i = 0; i < 2; ++i) scales[i] = later[i];
+    }
+    finish(memory, at, tokens, tile, sum, total);
+  }
+
+ private:
+  // As Heads::scale_of: over 16 for odd ones.
+  static __device__ __forceinline__ float scale_of(unsigned four, int group, unsigned zero) {
+    const unsigned magic = (group & 1 ? 0x49000000u : 0x4b000000u) | zero;
+    return __uint_as_float(__byte_perm(four, magic, 0x7440 + group)) -
+           (group & 1 ? 524288.0f : 8388608.0f);
+  }
+  static __device__ __forceinline__ uint2 bytes_of(const std::uint8_t* row, int p, int run) {
+    return *reinterpret_cast<const uint2*>(row + 16 + 8 * p + 32 * run);
+  }
+  static __device__ __forceinline__ void finish(const std::uint8_t* memory,
+                                                const int (&at)[Tile::ROWS], const View& tokens,
+                                                const Tile& tile, const Sums& sum, Sums& total) {
+    Unit least[2];
+    float2 factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Heads heads{*reinterpret_cast<const uint4*>(memory + at[i])};
+      least[i] = heads.minima_of(tile.unit(0));
+      factor[i] = half_values(heads.v.x);
+      factor[i] = {factor[i].x * 0x1p24f, factor[i].y * -64.0f};
+    }
+#pragma unroll
+    for (int two = 0; two < PASSES / 2; ++two) {
+      const Unit pairs = tokens.pairs(two);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int pass = 2 * two + n;
+        const Unit b{{pairs.r[2 * n], pairs.r[2 * n + 1], 0, 0}};
+        const float2 scales = tokens.scales(pass);
         float c[Tile::VALUES] = {};
         Tile::multiply(c, least, &b, 0);
 #pragma unroll
         for (int e = 0; e < Tile::VALUES; ++e) {
           const float2 by = factor[Tile::row_of(e)];
-          const float part = fmaf(by.x, sum[t][pass][e], by.y * c[e]);
-          total[t][pass][e] += seats.scale(pass, Tile::token_of(e)) * part;
+          add_scaled(total[pass][e], scales, e, fmaf(by.x, sum[pass][e], by.y * c[e]));
         }
       }
     }
@@ -132,73 +174,60 @@ template <>
 struct Crowd<formats::Q6_K> {
   using F = formats::Q6_K;
 
-  template <int T>
   static __device__ __forceinline__ void add(const std::uint8_t* memory,
-                                             const int (&at)[T][Tile::ROWS],
-                                             const BlockTokens<F>& tokens, const Tile& tile,
-                                             Sums (&total)[T]) {
-    const Seats<F> seats(tokens, tile);
+                                             const int (&at)[Tile::ROWS], const View& tokens,
+                                             const Tile& tile, Sums& total) {
     const int p = tile.unit(0);
-    Words rows[T][2];
-    Block<F>::Scale scales[T][2][4];
+    Words rows[2];
+    Block<F>::Scale scales[2][4];
 #pragma unroll
-    for (int n = 0; n < 2 * T; ++n) {
-      Words& own = rows[n / 2][n % 2];
-      own = Words(memory, at[n / 2][n % 2]);
+    for (int i = 0; i < 2; ++i) {
+      rows[i] = Words(memory, at[i]);
 #pragma unroll
       for (int f = 0; f < 4; ++f)
-        scales[n / 2][n % 2][f] =
-            Block<F>::scale_of(own.at(192 + 8 * (p >> 1) + 4 * (f >> 1)), p, f);
+        scales[i][f] = Block<F>::scale_of(rows[i].at(192 + 8 * (p >> 1) + 4 * (f >> 1)), p, f);
     }
-    Sums sum[T] = {};
-#pragma unroll 1
+    Sums sum = {};
+#pragma unroll
     for (int k = 0; k < 4; ++k) {
       // A word of lower bits, and the upper ones that belong to it.
       const int turn = 4 * Order<F>::word(k, p) + 16 * (p & 1);
       const int low = turn + 64 * (p >> 1), upper = turn + 32 * (p >> 1) + 128;
-      Unit a[T][2][2];
+      Unit a[2][2];
 #pragma unroll
-      for (int n = 0; n < 2 * T; ++n) {
-        const int t = n / 2, i = n % 2;
-        const Words& own = rows[t][i];
-        const unsigned up = own.at(upper), one = own.at(low), two = own.at(low + 32);
-        const Block<F>::Scale* s = scales[t][i];
-        Unit *first = &a[t][0][i], *second = &a[t][1][i];
+      for (int i = 0; i < 2; ++i) {
+        const unsigned up = rows[i].at(upper), one = rows[i].at(low), two = rows[i].at(low + 32);
+        const Block<F>::Scale* s = scales[i];
+        Unit *first = &a[0][i], *second = &a[1][i];
         Block<F>::unpack(one, up << 4, s[0], s[2], first->r, first->r + 2);
         Block<F>::unpack(one >> 8, up >> 4, s[0], s[2], first->r + 1, first->r + 3);
         Block<F>::unpack(two, up << 2, s[1], s[3], second->r, second->r + 2);
         Block<F>::unpack(two >> 8, up >> 6, s[1], s[3], second->r + 1, second->r + 3);
       }
-#pragma unroll
-      for (int pass = 0; pass < PASSES; ++pass) {
-        const Unit b[2] = {seats.unit(2 * k, pass), seats.unit(2 * k + 1, pass)};
-#pragma unroll
-        for (int t = 0; t < T; ++t) {
-          float c[Tile::VALUES] = {};  // of 64 columns
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            Tile::multiply(c, a[t][i], b + i, 0);
-            Tile::multiply(c, a[t][i], b + i, 1);
-          }
-#pragma unroll
-          for (int e = 0; e < Tile::VALUES; ++e) sum[t][pass][e] += c[e];
-        }
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < T; ++t) {
-      float d[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int place = at[t][i] + 208;
-        d[i] = half_value(*reinterpret_cast<const std::uint16_t*>(memory + place)) * 0x1p16f;
-      }
+      Sums c;  // of 64 columns
+      begin_products(a[0]);
+      multiply_group<false>(c, a[0], tokens.pieces(2 * k));
+      commit_products();
+      await_products(c);
+      begin_products(a[1]);
+      multiply_group<true>(c, a[1], tokens.pieces(2 * k + 1));
+      commit_products();
+      await_products(c);
 #pragma unroll
       for (int pass = 0; pass < PASSES; ++pass)
 #pragma unroll
-        for (int e = 0; e < Tile::VALUES; ++e)
-          total[t][pass][e] +=
-              seats.scale(pass, Tile::token_of(e)) * (d[Tile::row_of(e)] * sum[t][pass][e]);
+        for (int e = 0; e < Tile::VALUES; ++e) sum[pass][e] += c[pass][e];
+    }
+    float d[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      d[i] = half_value(*reinterpret_cast<const std::uint16_t*>(memory + at[i] + 208)) * 0x1p16f;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const float2 by = tokens.scales(pass);
+#pragma unroll
+      for (int e = 0; e < Tile::VALUES; ++e)
+        add_scaled(total[pass][e], by, e, d[Tile::row_of(e)] * sum[pass][e]);
     }
   }
 };
@@ -207,80 +236,74 @@ template <>
 struct Crowd<formats::Q8_0> {
   using F = formats::Q8_0;
 
-  template <int T>
   static __device__ __forceinline__ void add(const std::uint8_t* memory,
-                                             const int (&at)[T][Tile::ROWS],
-                                             const BlockTokens<F>& tokens, const Tile& tile,
-                                             Sums (&total)[T]) {
-    const Seats<F> seats(tokens, tile);
-    Words words[T][2][2];  // of even and odd groups: they differ by 34 bytes, pairs of them by 68
+                                             const int (&at)[Tile::ROWS], const View& tokens,
+                                             const Tile& tile, Sums& total) {
+    Words words[2][2];  // of even and odd groups: they differ by 34 bytes, pairs of them by 68
 #pragma unroll
-    for (int n = 0; n < 4 * T; ++n)
-      words[n / 4][n & 1][n >> 1 & 1] =
-          Words(memory, at[n / 4][n >> 1 & 1] + 34 * (n & 1) + 2 + 8 * tile.unit(0));
-    Sums sum[T] = {};
+    for (int n = 0; n < 4; ++n)
+      words[n & 1][n >> 1] = Words(memory, at[n >> 1] + 34 * (n & 1) + 2 + 8 * tile.unit(0));
+    Sums sum = {};
 #pragma unroll 1
     for (int pair = 0; pair < 4; ++pair) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        Unit a[T][2];
-        float d[T][2];
+        Unit a[2];
+        float d[2];
+        Sums c;
 #pragma unroll
-        for (int m = 0; m < 2 * T; ++m) {
-          const int t = m / 2, i = m % 2;
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const unsigned w = words[t][odd][i].at(68 * pair + 4 * n) ^ 0x80808080;
-            a[t][i].r[2 * n] = half_add(__byte_perm(w, 0x64646464, 0x4140), SHIFT_OF_PAIRS);
-            a[t][i].r[2 * n + 1] = half_add(__byte_perm(w, 0x64646464, 0x4342), SHIFT_OF_PAIRS);
-          }
-          d[t][i] = half_value(*reinterpret_cast<const std::uint16_t*>(memory + at[t][i] +
-                                                                       68 * pair + 34 * odd));
+        for (int m = 0; m < 4; ++m) {
+          const int i = m / 2, n = m % 2;
+          const unsigned w = words[odd][i].at(68 * pair + 4 * n) ^ 0x80808080;
+          a[i].r[2 * n] = half_add(__byte_perm(w, 0x64646464, 0x4140), SHIFT_OF_PAIRS);
+          a[i].r[2 * n + 1] = half_add(__byte_perm(w, 0x64646464, 0x4342), SHIFT_OF_PAIRS);
         }
+        begin_products(a);
+        multiply_group<false>(c, a, tokens.pieces(2 * pair + odd));
+        commit_products();
 #pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) {
-          const Unit b = seats.unit(2 * pair + odd, pass);
-#pragma unroll
-          for (int t = 0; t < T; ++t) {
-            float c[Tile::VALUES] = {};
-            Tile::multiply(c, a[t], &b, 0);
-            Tile::multiply(c, a[t], &b, 1);
-#pragma unroll
-            for (int e = 0; e < Tile::VALUES; ++e)
-              sum[t][pass][e] = fmaf(d[t][Tile::row_of(e)], c[e], sum[t][pass][e]);
-          }
-        }
+        for (int i = 0; i < 2; ++i)
+          d[i] = half_value(
+              *reinterpret_cast<const std::uint16_t*>(memory + at[i] + 68 * pair + 34 * odd));
+        await_products(c);
+        add_group(sum, d, c);
       }
     }
 #pragma unroll
-    for (int t = 0; t < T; ++t)
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const float2 by = tokens.scales(pass);
 #pragma unroll
-      for (int pass = 0; pass < PASSES; ++pass)
-#pragma unroll
-        for (int e = 0; e < Tile::VALUES; ++e)
-          total[t][pass][e] += seats.scale(pass, Tile::token_of(e)) * sum[t][pass][e];
+      for (int e = 0; e < Tile::VALUES; ++e)
+        add_scaled(total[pass][e], by, e, sum[pass][e]);
+    }
   }
 };
 
-// Adds the products of T tiles' chunks, `here` one behind another, as multiply_any makes them.
-template <class F, int T>
+// Tokens of a chunk: Seats, but those of formats that go through their Codec.
+template <class F>
+struct CrowdTokens {
+  static constexpr bool IS_BLOCK = Order<F>::IS_BLOCK;
+  using Staged = typename Either<IS_BLOCK, BlockTokens<F, Seats>,
+                                 typename ChunkMemory<F>::Staged>::type;
+};
+
+// Adds the products of a tile's chunk, as multiply_any makes them. All four warps of a group come
+// here together with the same tokens.
+template <class F>
 __device__ __forceinline__ void add_chunk(std::uint8_t* memory, int here, std::uint8_t* behind,
-                                          const typename ChunkMemory<F>::Staged& tokens,
-                                          const Tile& tile, Sums (&total)[T]) {
+                                          const typename CrowdTokens<F>::Staged& tokens,
+                                          Pieces pieces, const Tile& tile, Sums& total) {
   if constexpr (Order<F>::IS_BLOCK) {
-    int at[T][Tile::ROWS];
+    int at[Tile::ROWS];
 #pragma unroll
-    for (int n = 0; n < T * Tile::ROWS; ++n)
-      at[n / Tile::ROWS][n % Tile::ROWS] = here + n / Tile::ROWS * Dense<F>::SIZE +
-                                           Dense<F>::ROW * tile.row(n % Tile::ROWS);
-    Crowd<F>::add(memory, at, tokens, tile, total);
+    for (int i = 0; i < Tile::ROWS; ++i) at[i] = here + Dense<F>::ROW * tile.row(i);
+    Crowd<F>::add(memory, at, View{tokens.memory, pieces, tile.lane}, tile, total);
   } else {
-    static_assert(T == 1);
     Sums part;
     multiply_chunk<F>(memory + here, behind, nullptr, Dense<F>(), tokens, tile, part);
 #pragma unroll
     for (int i = 0; i < PASSES * Tile::VALUES; ++i)
-      total[0][i / Tile::VALUES][i % Tile::VALUES] += part[i / Tile::VALUES][i % Tile::VALUES];
+      total[i / Tile::VALUES][i % Tile::VALUES] += part[i / Tile::VALUES][i % Tile::VALUES];
   }
 }
 

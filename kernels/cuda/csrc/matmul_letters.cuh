@@ -3,92 +3,93 @@
 #pragma once
 #include "matmul_crew.cuh"
 
-#if VP_ARCH >= 900
+#if VP_ARCH == 900
 namespace voltapile {
 
-// Sums on their way to their owner: [tile or part of one][class][token][8] pairs of rows.
-__device__ __forceinline__ int pair_at(int number, int which, int token, int pair) {
-  return ((number * CLASSES + which) * TOKENS + token) * 8 + pair;
+// Sums on their way to their owner: [warp][class][two tokens][8] times two rows of two tokens each.
+__device__ __forceinline__ int letter_at(int warp, int which, int token, int pair) {
+  return 2 * (((warp * CLASSES + which) * (TOKENS / 2) + token / 2) * 16 + 2 * pair + token % 2);
 }
 
 // To all blocks: what they own of this warp's sums.
-__device__ __forceinline__ void send_sums(const float (&total)[PASSES][Tile::VALUES], float2* box,
-                                          Bell* bell, int number, int which, const Tile& tile) {
+__device__ __forceinline__ void send_sums(const Sums& total, float* box, Bell* bell, int warp,
+                                          int which, const Tile& tile) {
 #pragma unroll
-  for (int i = 0; i < 2 * PASSES; ++i) {
-    const int token = 8 * (i / 2) + tile.sum_token(i % 2);
-    send({total[i / 2][i % 2], total[i / 2][2 + i % 2]},
-         box + pair_at(number, which, token % TOKENS, tile.lane >> 2), bell, token / TOKENS);
+  for (int pass = 0; pass < PASSES; ++pass) {
+    const int token = 8 * pass + tile.sum_token(0);
+    const float(&own)[Tile::VALUES] = total[pass];
+    send(float4{own[0], own[2], own[1], own[3]},
+         reinterpret_cast<float4*>(box + letter_at(warp, which, token % TOKENS, tile.lane >> 2)),
+         bell, token / TOKENS);
   }
 }
 
-// What a lane has to do with the end of a tile: one token's sums of two rows. Of a gate and its up
-// that two warps have multiplied, these take a row each.
+// What is a lane's at the end of each tile, and is not computed again: a token, or -1 where there
+// is none, the first of two rows, and where their sums lie in a letter.
+struct Desk {
+  int token, row, place;
+
+  __device__ __forceinline__ Desk(const Launch& all, int lane) {
+    const int own = lane >> 3, pair = lane & 7, rank_token = all.rank * TOKENS + own;
+    const bool is_there = own < TOKENS && rank_token < all.tokens;
+    token = __shfl_sync(~0u, is_there ? all.first_token + rank_token : -1, lane);
+    row = __shfl_sync(~0u, Tile{4 * pair}.sum_row(0), lane);
+    place = __shfl_sync(~0u, letter_at(0, 0, own, pair), lane);
+  }
+};
+
+// What a lane has to do with the end of a tile: two sums of one token. They are of two rows; or,
+// since two warps have multiplied a gate and its up, of one row's gate and its up.
 struct Finish {
   const Launch& all;
-  int pair, own, row;
-  bool is_there[2];
+  int token, row;
   float* out;
-  const float *bias, *up_bias;
+  const float *bias, *other_bias;
+  const float *letter, *other;
   float before[2] = {};
 
-  __device__ __forceinline__ Finish(const Launch& all, unsigned mask, int tile, int lane)
-      : all(all), pair(lane & 7), own(lane >> 3) {
+  // letters: what all classes have sent of this tile, or of a gate; its up's follow.
+  __device__ __forceinline__ Finish(const Launch& all, unsigned mask, const float* letters,
+                                    int tile, const Desk& desk)
+      : all(all), token(desk.token) {
     const Place place(all, mask, tile);
-    const int token = all.rank * TOKENS + own, rows = place.matrix.rows;
-    const Tile held{4 * pair};
-    row = place.row + held.sum_row(0);
-    bias = place.matrix.bias, up_bias = all.matrices[1].bias;
-    out = place.matrix.out + static_cast<long long>(all.first_token + token) * rows + row;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      is_there[i] = own < TOKENS && token < all.tokens &&
-                    (HELD > 1 || !all.is_glu() || (tile & 1) == i);
-      if (is_there[i] && all.kind == ADD) before[i] = out[8 * i];
-    }
+    const bool is_glu = all.is_glu();
+    const int second = is_glu ? tile & 1 : 0;
+    row = place.row + desk.row + 8 * second;
+    bias = place.matrix.bias, other_bias = is_glu ? all.matrices[1].bias : bias;
+    letter = letters + desk.place + second;
+    other = letter + (is_glu ? LETTER : 1);
+    out = place.matrix.out + static_cast<long long>(token) * place.matrix.rows + row;
+    if (token >= 0 && all.kind == ADD) before[0] = out[0], before[1] = out[8];
   }
-  // letter: what all classes have sent of a tile; its parts lie HELD letters behind each other.
-  __device__ __forceinline__ float2 sum_of(const float2* letter, int parts) const {
-    letter += pair_at(0, 0, own, pair);
-    float2 whole[CLASSES], sum{0, 0};
+  // A tile's parts are of warps of one group each.
+  __device__ __forceinline__ void write(int parts) const {
+    if (token < 0) return;
+    float first[CLASSES], second[CLASSES], one = 0, two = 0;
 #pragma unroll
-    for (int which = 0; which < CLASSES; ++which) whole[which] = letter[pair_at(0, which, 0, 0)];
+    for (int which = 0; which < CLASSES; ++which) {
+      first[which] = letter[letter_at(0, which, 0, 0)];
+      second[which] = other[letter_at(0, which, 0, 0)];
+    }
 #pragma unroll 1
     for (int n = 1; n < parts; ++n)
 #pragma unroll
-      for (int which = 0; which < CLASSES; ++which)
-        add(whole[which], letter[pair_at(n * HELD, which, 0, 0)]);
+      for (int which = 0; which < CLASSES; ++which) {
+        first[which] += letter[letter_at(n * GROUP_WARPS, which, 0, 0)];
+        second[which] += other[letter_at(n * GROUP_WARPS, which, 0, 0)];
+      }
 #pragma unroll
-    for (int which = 0; which < CLASSES; ++which) add(sum, whole[which]);
-    return sum;
-  }
-  static __device__ __forceinline__ void add(float2& sum, float2 part) {
-    sum.x += part.x;
-    sum.y += part.y;
-  }
-  // letter: of this tile, or of a gate, and `up` behind it its up's.
-  __device__ __forceinline__ void write(const float2* letter, int up, int parts) const {
-    if (!is_there[0] && !is_there[1]) return;
-    float2 value{0, 0}, gate;
-#pragma unroll 1
-    for (int half = 0; half <= all.is_glu(); ++half) {  // one path for a gate and its up
-      gate = value;
-      value = sum_of(letter + half * up, parts);
-      const float* add_to = half ? up_bias : bias;
-      if (add_to != nullptr) add(value, {add_to[row], add_to[row + 8]});
+    for (int which = 0; which < CLASSES; ++which) one += first[which], two += second[which];
+    if (bias != nullptr || other_bias != nullptr) {
+      if (bias != nullptr) one += bias[row];
+      if (other_bias != nullptr) two += other_bias[all.is_glu() ? row : row + 8];
     }
     if (all.is_glu()) {
-#pragma unroll 1
-      for (int i = 0; i < HELD; ++i) {  // with one tile at once this lane has one row
-        const bool is_first = HELD > 1 ? i == 0 : is_there[0];
-        const float slope = is_first ? gate.x : gate.y, sum = is_first ? value.x : value.y;
-        if (is_first ? is_there[0] : is_there[1])
-          out[is_first ? 0 : 8] = activated(slope, all.kind) * sum;
-      }
+      out[0] = activated(one, all.kind) * two;
       return;
     }
-    if (is_there[0]) out[0] = all.kind == ADD ? before[0] + value.x : value.x;
-    if (is_there[1]) out[8] = all.kind == ADD ? before[1] + value.y : value.y;
+    out[0] = all.kind == ADD ? before[0] + one : one;
+    out[8] = all.kind == ADD ? before[1] + two : two;
   }
 };
 
@@ -97,28 +98,25 @@ struct Finish {
 template <class F>
 __device__ __forceinline__ void finish_tile(const Launch& all, const Work& work,
                                             const Memory<F>& memory, unsigned mask, int round,
-                                            int lane) {
-  const Work::Task task = work.task(round);
-  if (!task.is_in) return;
+                                            const Desk& desk, int lane) {
+  if (round >= work.own_rounds) return;
+  const bool is_shared = work.shares(round);
+  const int parts = is_shared ? work.parts : 1, part = is_shared ? work.part : 0;
   const int box = all.boxes > 1 ? round & 1 : 0, uses = all.boxes > 1 ? round >> 1 : round;
   Bell* bells = memory.bells_of(box);
-  if (task.part == 0) {
-    // A gate and its up: of two warps, or of one. What others send lies in this block's shared
-    // memory, too, which no cache hides; by PTX's scopes it would take `await`.
-    const int mates = all.is_glu() ? 2 / HELD : 1, first = (task.number & -mates) * task.parts;
-    const int up = LETTER * (HELD > 1 ? 1 : task.parts);
-    const int most = HELD > 1 && all.is_glu() ? 1 : HELD;
+  if (part == 0) {
+    // A gate and its up are two warps'. What others send lies in this block's shared memory, too,
+    // which no cache hides; by PTX's scopes it would take `await`.
+    const int glu = all.is_glu(), first = work.warp & ~glu;
+    const Finish finish(all, mask, memory.box(box) + first * LETTER, work.tile(round), desk);
 #pragma unroll 1
-    for (int i = 0; i < min(most, work.end - task.tile); ++i) {
-      const Finish finish(all, mask, task.tile + i, lane);
-#pragma unroll 1
-      for (int n = 0; n < mates * task.parts; ++n) await_own(bells + first + n, ~uses & 1);
-      finish.write(memory.box(box) + (first * HELD + i) * LETTER, up, task.parts);
+    for (int n = 0; n < parts; ++n) {
+      await_own(bells + first + GROUP_WARPS * n, ~uses & 1);
+      if (glu) await_own(bells + first + 1 + GROUP_WARPS * n, ~uses & 1);
     }
+    finish.write(parts);
   }
-  const int next = round + all.boxes;
-  if (lane == 0 && next < work.rounds && work.task(next).is_in)
-    expect(bells + work.warp, LETTERS);
+  if (lane == 0 && round + all.boxes < work.own_rounds) expect(bells + work.warp, LETTER_BYTES);
   __syncwarp();
 }
 

@@ -76,18 +76,12 @@ struct Order<formats::Q8_0> {
 //   groups  [8][2] its upper bytes, its lower ones: 32, of which the second 16 come first in every
 //           other pair of groups, if the order TURNS: so lanes meet no bank of those of weights
 // and, if its groups have bits of their own, with their scales in the place of sums: floats.
-template <class F>
-struct BlockTokens {
-  using O = Order<F>;
+struct Records {
   static constexpr int PER_TOKEN = 576, SUMS = 512, SCALE = 544;
-  static constexpr bool IS_EXACT = O::EXACT_BITS > 0;
   std::uint8_t* memory;
   int room;
 
-  __device__ BlockTokens(std::uint8_t* memory, int room) : memory(memory), room(room) {}
-
   static __device__ constexpr int bytes(int room) { return PER_TOKEN * room; }
-  __device__ __forceinline__ bool is_alone() const { return IS_EXACT && PASSES == 1 && room == 1; }
   // A token's record, or another where there is none: its sums are nobody's.
   __device__ __forceinline__ std::uint8_t* record(int token) const {
     return memory + (token < room ? token : 0) * PER_TOKEN;
@@ -101,6 +95,73 @@ struct BlockTokens {
   __device__ __forceinline__ float scale(int token) const {
     return *reinterpret_cast<const float*>(record(token) + SCALE);
   }
+  __device__ __forceinline__ void put_unit(int token, const Unit& unit, int lane) const {
+    reinterpret_cast<uint4*>(memory + token * PER_TOKEN)[lane] =
+        uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
+  }
+  // Of lane i of four.
+  __device__ __forceinline__ void put_pair(int token, uint2 pair, int i) const {
+    reinterpret_cast<uint2*>(memory + token * PER_TOKEN + SUMS)[i] = pair;
+  }
+  __device__ __forceinline__ void put_scale(int token, float scale) const {
+    *reinterpret_cast<float*>(memory + token * PER_TOKEN + SCALE) = scale;
+  }
+};
+
+// The same as matmul_crowd.cuh wants them, for `room` tokens, 16 or 32, that come together, from a
+// multiple of 1024 bytes on:
+//   units   [4] pairs of groups of [room] rows of 8 pieces of 16 bytes: piece 4 odd + i has register
+//           i of the group's four units. In a row, piece c lies where c ^ row % 8 would: as the
+//           tensor core reads them (warpgroup.cuh), and so that nobody meets a bank twice.
+//   sums    [room][2][4]: of Q4_K pairs, then what they leave
+//   scales  [room]
+struct Seats {
+  static constexpr int PER_TOKEN = 576, ROW = 128;
+  std::uint8_t* memory;
+  int room;
+
+  static __device__ constexpr int sums(int room) { return 512 * room; }
+  static __device__ constexpr int scales(int room) { return 544 * room; }
+  static __device__ constexpr int bytes(int room) { return PER_TOKEN * room; }
+
+  // Lane 4 j + p has unit p of group j. Four lanes turn theirs, so that each has a piece.
+  __device__ __forceinline__ void put_unit(int token, const Unit& unit, int lane) const {
+    const bool is_odd = lane & 1, is_upper = lane & 2;
+    unsigned pairs[2][2];  // of registers 0 or 1, and 2 or 3, of two lanes
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned even = unit.r[2 * i], odd = unit.r[2 * i + 1];
+      const unsigned other = __shfl_xor_sync(~0u, is_odd ? even : odd, 1);
+      pairs[i][0] = is_odd ? other : even, pairs[i][1] = is_odd ? odd : other;
+    }
+    unsigned others[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      others[i] = __shfl_xor_sync(~0u, is_upper ? pairs[0][i] : pairs[1][i], 2);
+    const uint4 piece = is_upper ? uint4{others[0], others[1], pairs[1][0], pairs[1][1]}
+                                 : uint4{pairs[0][0], pairs[0][1], others[0], others[1]};
+    std::uint8_t* row = memory + ((lane >> 3) * room + token) * ROW;
+    *reinterpret_cast<uint4*>(row + 16 * ((lane ^ token) & 7)) = piece;
+  }
+  __device__ __forceinline__ void put_pair(int token, uint2 pair, int i) const {
+    unsigned* own = reinterpret_cast<unsigned*>(memory + sums(room) + 32 * token) + i;
+    own[0] = pair.x, own[4] = pair.y;
+  }
+  __device__ __forceinline__ void put_scale(int token, float scale) const {
+    *reinterpret_cast<float*>(memory + scales(room) + 4 * token) = scale;
+  }
+};
+
+// Tokens of a format, whose parts lie as P has them.
+template <class F, class P = Records>
+struct BlockTokens : P {
+  using O = Order<F>;
+  using P::memory, P::room;
+  static constexpr bool IS_EXACT = O::EXACT_BITS > 0;
+
+  __device__ BlockTokens(std::uint8_t* memory, int room) : P{memory, room} {}
+
+  __device__ __forceinline__ bool is_alone() const { return IS_EXACT && PASSES == 1 && room == 1; }
 
   // This lane's eight columns of a token's row, of which there are a multiple of 32; column: where
   // the chunk starts.
@@ -134,13 +195,12 @@ struct BlockTokens {
     Unit unit;
     const float low = pack_four<O::NATURAL>(a, scale.x, unit.r, nullptr);
     const float high = pack_four<O::NATURAL>(b, scale.x, unit.r + 2, nullptr);
-    std::uint8_t* own = memory + token * PER_TOKEN;
-    if constexpr (O::SUMS) put_sums(own, unit, low, high, lane);
+    if constexpr (O::SUMS) put_sums(token, unit, low, high, lane);
     if (CAN_BE_ALONE && is_alone())
-      put_bytes(own, unit, lane);
+      put_bytes(unit, lane);
     else
-      reinterpret_cast<uint4*>(own)[lane] = uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
-    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = scale.y;
+      P::put_unit(token, unit, lane);
+    if (lane == 0) P::put_scale(token, scale.y);
   }
   __device__ __forceinline__ void stage(const float* x, int tokens, int k, int column,
                                         int lane) const {
@@ -171,39 +231,38 @@ struct BlockTokens {
     largest = larger_of(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = larger_of(largest, __shfl_xor_sync(~0u, largest, 2));
     const GroupScale by = exact_scale_of<O::EXACT_BITS>(largest, largest_of_warp(largest));
-    std::uint8_t* own = memory + token * PER_TOKEN;
-    if (lane == 0) *reinterpret_cast<float*>(own + SCALE) = by.inverse;
+    if (lane == 0) P::put_scale(token, by.inverse);
     Unit unit;
     pack_four<O::NATURAL>(a, by.scale, unit.r, nullptr);
     pack_four<O::NATURAL>(b, by.scale, unit.r + 2, nullptr);
     if (CAN_BE_ALONE && is_alone()) {
       if ((lane & 3) == 0)
-        reinterpret_cast<float*>(own + SUMS)[lane >> 2] =
+        reinterpret_cast<float*>(memory + Records::SUMS)[lane >> 2] =
             __uint_as_float(static_cast<unsigned>(by.up + 103) << 23);  // 2^(up - 24)
-      put_bytes(own, unit, lane);
+      put_bytes(unit, lane);
     } else {
       const unsigned up = static_cast<unsigned>(by.up + 15) * 0x04000400;  // twice, as halves
 #pragma unroll
       for (int i = 0; i < 4; ++i) unit.r[i] = half_mul(unit.r[i], up);
-      reinterpret_cast<uint4*>(own)[lane] = uint4{unit.r[0], unit.r[1], unit.r[2], unit.r[3]};
+      P::put_unit(token, unit, lane);
     }
   }
 #if VP_ARCH >= 800
   // On the tensor core: a matrix of one number makes sums of the columns of group lane / 4, which
   // are this lane's and its neighbours'. Lane p has those of groups 2 p and 2 p + 1.
-  static __device__ __forceinline__ void put_sums(std::uint8_t* own, const Unit& unit, float, float,
-                                                  int lane) {
+  __device__ __forceinline__ void put_sums(int token, const Unit& unit, float, float,
+                                           int lane) const {
     constexpr unsigned N = 0x24002400;  // 2^-6 twice
     float sums[4] = {};
     mma_16816(sums, N, N, N, N, unit.r[0], unit.r[1]);
     mma_16816(sums, N, N, N, N, unit.r[2], unit.r[3]);
     const uint2 pair = kept_sums(sums[0], sums[1]);
-    if (lane < 4) reinterpret_cast<uint2*>(own + SUMS)[lane] = pair;
+    if (lane < 4) P::put_pair(token, pair, lane);
   }
 #else
   // low, high: sums of this lane's two fours of columns.
-  static __device__ __forceinline__ void put_sums(std::uint8_t* own, const Unit&, float low,
-                                                  float high, int lane) {
+  __device__ __forceinline__ void put_sums(int token, const Unit&, float low, float high,
+                                           int lane) const {
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
       const int step = i ? 2 << i : 1;
@@ -211,15 +270,15 @@ struct BlockTokens {
       high += __shfl_xor_sync(~0u, high, step);
     }
     if ((lane & 13) != 0) return;
-    reinterpret_cast<uint2*>(own + SUMS)[2 * (lane >> 4) + (lane >> 1 & 1)] =
-        kept_sums(low * 0x1p-6f, high * 0x1p-6f);
+    P::put_pair(token, kept_sums(low * 0x1p-6f, high * 0x1p-6f),
+                2 * (lane >> 4) + (lane >> 1 & 1));
   }
 #endif
-  // Of group lane / 4.
-  static __device__ __forceinline__ void put_bytes(std::uint8_t* own, const Unit& unit, int lane) {
+  // Of group lane / 4, of a token that is alone.
+  __device__ __forceinline__ void put_bytes(const Unit& unit, int lane) const {
     const PutBytes bytes = put_bytes_of<O::NATURAL>(unit);
     const int turned = O::TURNS ? lane >> 2 & 2 : 0;
-    std::uint8_t* at = own + 64 * (lane >> 2) + 8 * ((lane & 3) ^ turned);
+    std::uint8_t* at = memory + 64 * (lane >> 2) + 8 * ((lane & 3) ^ turned);
     *reinterpret_cast<uint2*>(at) = bytes.high;
     *reinterpret_cast<uint2*>(at + 32) = bytes.low;
   }

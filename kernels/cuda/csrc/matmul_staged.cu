@@ -1,50 +1,76 @@
-// Tokens as records for matmul_wide.cu and matmul_cluster.cu, once for all blocks: [chunk][token]
-// of them in global memory. -D FORMAT and OTHER, which matmul_block.cuh knows; MANY 2.
+// Tokens as records for matmul_wide.cu and matmul_cluster.cu, once for all blocks, in global memory,
+// [chunk][token] of them, or of each turn of `room` tokens [chunk] Seats for `seats`. -D FORMAT and
+// OTHER, which matmul_block.cuh knows; MANY 2; SEATED: whether they are seated.
 #include "grid.cuh"
 #include "matmul_chunk.cuh"
 #include "norm_row.cuh"
 
 using namespace voltapile;
 
+// Where a token's part of a chunk goes: to `place` from `offset` on, as number `own`.
+template <bool IS_SEATED>
+struct Target {
+  using Place = Records;
+  long long offset;
+  int room, own;
+
+  __device__ __forceinline__ Target(int chunk, int, int token, int tokens, int, int)
+      : offset(static_cast<long long>(chunk) * Place::bytes(tokens)), room(tokens), own(token) {}
+};
+template <>
+struct Target<true> {
+  using Place = Seats;
+  long long offset;
+  int room, own;
+
+  __device__ __forceinline__ Target(int chunk, int chunks, int token, int, int turn, int seats)
+      : room(seats) {
+    const int number = static_cast<unsigned>(token) / static_cast<unsigned>(turn);
+    offset = static_cast<long long>(number * chunks + chunk) * Place::bytes(seats);
+    own = token - number * turn;
+  }
+};
+using To = Target<SEATED>;
+
 template <class F>
 __device__ __forceinline__ void stage_chunk(const float* x, std::uint8_t* records, int chunk,
-                                            int token, int tokens, int lane) {
-  using Staged = BlockTokens<F>;
+                                            const To& to, int lane) {
+  using Staged = BlockTokens<F, To::Place>;
   float4 a, b;
   Staged::load_whole(x, 256 * chunk, lane, a, b);
-  Staged(records + static_cast<long long>(chunk) * Staged::bytes(tokens), tokens)
-      .put(token, a, b, lane);
+  Staged(records + to.offset, to.room).put(to.own, a, b, lane);
 }
 
 // grid: (chunks / 8, tokens of each format), 256 threads: a warp for a chunk of a token. k: a
 // multiple of 256
 extern "C" __global__ void __launch_bounds__(256)
     stage_tokens(const float* x, std::uint8_t* records, std::uint8_t* other_records, int k,
-                 int tokens) {
+                 int tokens, int room, int seats) {
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   grid_launch();
   const bool is_other = !IS_SAME && blockIdx.y >= tokens;
   const int lane = threadIdx.x & 31, token = blockIdx.y - (is_other ? tokens : 0);
   const int chunk = blockIdx.x * 8 + __shfl_sync(~0u, threadIdx.x >> 5, 0);
   x += static_cast<long long>(token) * k;
+  const To to(chunk, k / 256, token, tokens, room, seats);
   grid_wait();
   if (256 * chunk >= k) return;
   if (!IS_SAME && is_other)
-    stage_chunk<formats::OTHER>(x, other_records, chunk, token, tokens, lane);
+    stage_chunk<formats::OTHER>(x, other_records, chunk, to, lane);
   else
-    stage_chunk<formats::FORMAT>(x, records, chunk, token, tokens, lane);
+    stage_chunk<formats::FORMAT>(x, records, chunk, to, lane);
 }
 
-// A lane's eight neighbours of a chunk go to a token's record, times `factor`. turned: the same of
+// A lane's eight neighbours of a chunk go to a token's place, times `factor`. turned: the same of
 // all lanes, one behind the other.
 template <class F>
 __device__ __forceinline__ void put_neighbours(float4 a, float4 b, const float4* turned,
-                                               float factor, std::uint8_t* record, int lane) {
-  using Staged = BlockTokens<F>;
+                                               float factor, std::uint8_t* records,
+                                               const To& to, int lane) {
+  using Staged = BlockTokens<F, To::Place>;
   if constexpr (Order<F>::APART != 4)
     Staged::load_whole(reinterpret_cast<const float*>(turned), 0, lane, a, b);
-  // Room of several: one that is alone lies otherwise.
-  Staged(record, 2).template put<false>(0, scaled(a, factor), scaled(b, factor), lane);
+  Staged(records + to.offset, to.room).put(to.own, scaled(a, factor), scaled(b, factor), lane);
 }
 
 constexpr int MOST_CHUNKS = 32;
@@ -55,18 +81,17 @@ constexpr int MOST_CHUNKS = 32;
 // multiprocessor.
 extern "C" __global__ void __launch_bounds__(32 * MOST_CHUNKS)
     norm_tokens(const float* x, const float* gain, float* out, std::uint8_t* records,
-                std::uint8_t* other_records, int k, int tokens, float share, float eps) {
+                std::uint8_t* other_records, int k, int tokens, int room, int seats, float share,
+                float eps) {
   using First = formats::FORMAT;
   using Second = formats::OTHER;
   constexpr bool IS_SAME = Equal<First, Second>::value;
-  constexpr int SIZE = BlockTokens<First>::PER_TOKEN;
-  static_assert(SIZE == BlockTokens<Second>::PER_TOKEN);
   __shared__ float sums[MOST_CHUNKS];
   __shared__ float4 turned[MOST_CHUNKS][RUN / 4];
   grid_launch();
   const int lane = threadIdx.x & 31, chunk = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int token = blockIdx.x, at = RUN * chunk + 8 * lane;
-  const long long place = (static_cast<long long>(chunk) * tokens + token) * SIZE;
+  const To place(chunk, k / RUN, token, tokens, room, seats);
   const float4* from = reinterpret_cast<const float4*>(x + static_cast<long long>(token) * k + at);
   float4* to = reinterpret_cast<float4*>(out + static_cast<long long>(token) * k + at);
   const float4 v = reinterpret_cast<const float4*>(gain + at)[0];
@@ -81,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_CHUNKS)
     own[2 * lane] = a, own[2 * lane + 1] = b;
   __syncthreads();
   const float factor = norm_factor<MOST_CHUNKS>(sums, blockDim.x / 32, share, eps, lane);
-  put_neighbours<First>(a, b, own, factor, records + place, lane);
-  if (!IS_SAME) put_neighbours<Second>(a, b, own, factor, other_records + place, lane);
+  put_neighbours<First>(a, b, own, factor, records, place, lane);
+  if (!IS_SAME) put_neighbours<Second>(a, b, own, factor, other_records, place, lane);
   if (out != nullptr) to[0] = scaled(a, factor), to[1] = scaled(b, factor);
 }

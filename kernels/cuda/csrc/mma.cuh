@@ -23,6 +23,22 @@ struct Unit {
 };
 
 #ifndef VP_EMULATION
+#if VP_ARCH >= 750
+// Four matrices of 8 x 8 halves from shared memory, a row's address from each lane; `turned` turns
+// them round.
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const std::uint16_t* m) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(m));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at));
+}
+__device__ __forceinline__ void load_matrices_turned(unsigned (&r)[4], const std::uint16_t* m) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(m));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at));
+}
+#endif
 #if VP_ARCH >= 800
 __device__ __forceinline__ void mma_16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
                                           unsigned a3, unsigned b0, unsigned b1) {

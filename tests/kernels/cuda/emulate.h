@@ -62,8 +62,8 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   return out;
 }
 
-constexpr int SHARED_BYTES = 1024 << 10, FENCE = 4096;
-alignas(128) inline std::uint8_t shared[SHARED_BYTES + FENCE];
+constexpr int SHARED_BYTES = 8 * 228 << 10, FENCE = 4096;
+alignas(1024) inline std::uint8_t shared[SHARED_BYTES + FENCE];
 
 namespace emulation {
 
@@ -405,7 +405,7 @@ inline int block_bytes;
 template <class... P>
 int launch(void (*kernel)(P...), int grid_x, int grid_y, int threads, int shared_bytes,
            void** args, int together = 1) {
-  block_bytes = (shared_bytes + 127) / 128 * 128;
+  block_bytes = (shared_bytes + 1023) / 1024 * 1024;
   shared_bytes = together > 1 ? together * block_bytes : shared_bytes;
   if (shared_bytes > SHARED_BYTES || together * threads > MOST_THREADS) abort();
   blockDim = {static_cast<unsigned>(threads), 1, 1};

@@ -64,6 +64,80 @@ inline void mma_16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsi
   });
 }
 
+// wgmma m64nNk16 with A in registers: of each of four warps as m16n8k16. B (K major, swizzled by 128
+// bytes) has rows n of 128 bytes, of whose addresses bits 4 to 6 are changed by bits 7 to 9. Sums
+// come when they are waited for, and till then are NaNs. All four warps must come, with the same B.
+struct Pieces {
+  const std::uint8_t* at;
+  explicit Pieces(const std::uint8_t* at) : at(at) {}
+  Pieces after(int bytes) const { return Pieces(at + bytes); }
+  Pieces kept() const { return *this; }
+  float value(int k, int n) const {
+    auto place = reinterpret_cast<std::uintptr_t>(at) + n / 8 * 1024 + n % 8 * 128 + 2 * k;
+    place ^= (place >> 7 & 7) << 4;
+    return emulation::half(*reinterpret_cast<const std::uint16_t*>(place));
+  }
+};
+namespace together {
+struct Made {
+  float* at;
+  float values[4][4];
+  bool is_begun;
+};
+inline Made made[emulation::MOST_THREADS];
+struct Group {
+  emulation::Barrier barrier;
+  const std::uint8_t* at[2][4];
+};
+inline Group groups[emulation::MOST_THREADS / 128];
+inline void meet(Pieces b) {
+  if (blockDim.x % 128 || reinterpret_cast<std::uintptr_t>(b.at) % 16) abort();
+  Group& own = groups[emulation::current / 128];
+  auto& at = own.at[own.barrier.generation & 1];
+  at[emulation::current / 32 % 4] = b.at;
+  emulation::meet(own.barrier, 128);
+  for (const std::uint8_t* other : at)
+    if (other != b.at) abort();
+}
+}  // namespace together
+
+inline void show_tokens() {}
+template <class T>
+void begin_products(T&) {
+  together::made[emulation::current].is_begun = true;
+}
+inline void commit_products() {}
+template <bool ADDS, int PASSES>
+void multiply_together(float (&c)[PASSES][4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                       Pieces b) {
+  together::meet(b);
+  together::Made& own = together::made[emulation::current];
+  if (!own.is_begun || (own.at && (!ADDS || own.at != c[0]))) abort();
+  if (!own.at) memcpy(own.values, c, sizeof c);
+  if (!ADDS) memset(own.values, 0, sizeof own.values);
+  own.at = c[0];
+  for (int pass = 0; pass < PASSES; ++pass) {
+    emulation::product(
+        own.values[pass], {a0, a1, a2, a3}, [&](emulation::AllHalves all, int lane, int e) {
+          const int row = lane / 4 + 8 * (e / 2), n = 8 * pass + 2 * (lane % 4) + e % 2;
+          double sum = 0;
+          for (int k = 0; k < 16; ++k) {
+            const float a = all[4 * (row % 8) + k % 8 / 2].x[2 * (row / 8 + 2 * (k / 8)) + k % 2];
+            sum += static_cast<double>(a) * b.value(k, n);
+          }
+          return sum;
+        });
+  }
+  memset(c, 0xff, sizeof c);
+}
+template <int PASSES>
+void await_products(float (&c)[PASSES][4]) {
+  together::Made& own = together::made[emulation::current];
+  if (own.at != c[0]) abort();
+  memcpy(c, own.values, sizeof c);
+  own = {};
+}
+
 // m16n8k8: as the first half of m16n8k16.
 inline void mma_1688(float (&c)[4], unsigned a0, unsigned a1, unsigned b0) {
   emulation::product(c, {a0, a1, b0}, [](emulation::AllHalves all, int lane, int e) {
