@@ -39,6 +39,13 @@ __device__ __forceinline__ void copy_whole(void* to, const void* from) {
 #endif
 }
 
+// `value`, for whose use others must have come: else the compiler waits for it before it asks for
+// them. none: 0, which it does not know.
+__device__ __forceinline__ float behind(float value, float one, float two, unsigned none) {
+  return __uint_as_float(__float_as_uint(value) |
+                         ((__float_as_uint(one) ^ __float_as_uint(two)) & none));
+}
+
 // Of a row PART columns from `at` on, and where their sum goes.
 struct Item {
   typename Eight<Format>::Raw raw[PART / EIGHT];
@@ -133,40 +140,44 @@ __device__ __forceinline__ float sum_of_streams(const float* parts, int token, i
 
 using namespace voltapile;
 
-// grid: (rows of both matrices / ROWS * S, tokens / TOKENS), width / 8 threads, eight columns each.
+// grid: ((low / ROWS + injects / ROWS) * S, tokens / TOKENS), width / 8 threads, eight columns each.
 // parts: [tokens][S][low + injects]: a stream's part of each row's product; factors: [tokens][S],
-// what its norm multiplies by.
+// what its norm multiplies by; inverse: 1 / width. Little is computed before weights are asked for,
+// since blocks often find room when the product before ends.
 // The bounds leave registers to the kernels beside it.
-extern "C" __global__ void __launch_bounds__(TOKENS == 1 ? 768 : 512, 1)
+extern "C" __global__ void __launch_bounds__(TOKENS == 1 ? 640 : 512, 1)
 stream_down(const float* x, const float* inject_before, const float* y_before, const float* norm,
             const std::uint8_t* down, const std::uint8_t* inject, float* parts, float* factors,
-            int tokens, int width, int low, int injects, float eps, int is_tiled) {
+            int tokens, int width, int low, int injects, float eps, float inverse, int is_tiled) {
   __shared__ float sums[PASS][16][SUMS];
   grid_launch();
-  const int stream = blockIdx.x % STREAMS, first = blockIdx.x / STREAMS * ROWS, all = low + injects;
+  const int stream = blockIdx.x % STREAMS, own_rows = blockIdx.x / STREAMS * ROWS;
+  const int of_down = (low + ROWS - 1) / ROWS * ROWS, all = low + injects;
+  const bool is_down = own_rows < of_down;
+  const int first = is_down ? own_rows : own_rows - of_down, count = is_down ? low : injects;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int column = EIGHT * threadIdx.x;
   const bool is_in = column < width;
   const int at = stream * width + (is_in ? column : 0);
-  typename Eight<Format>::Raw raw[ROWS];
   const int row_size = static_cast<int>(row_bytes<Format>(STREAMS * width));
-  const Lay lay = lay_of(HAS_TILES<Format> && is_tiled, CHUNK_BYTES, row_size);
+  const Lay lay = lay_of(HAS_TILES<Format> && is_tiled && is_down, CHUNK_BYTES, row_size);
+  const std::uint8_t* from = (is_down ? down : inject) + at / 256 * lay.chunk +
+                             at % 256 / Format::length * Format::bytes;
+  const bool is_odd = at / Format::length & 1;  // a row is whole words
+  typename Eight<Format>::Asked asked[ROWS];
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = min(first + r, all - 1);
-    const bool is_down = row < low;
-    const std::uint8_t* from =
-        is_down ? row_at(down, lay, row, row_size) + at / 256 * lay.chunk
-                : inject + (row - low) * row_size + at / 256 * CHUNK_BYTES;
-    raw[r] = Eight<Format>::read(from, at % 256);
+  for (int r = 0; r < ROWS; ++r) {  // row_at, in few instructions
+    const int row = min(first + r, count - 1);
+    const int there = row * lay.row + (row & ~15) * (row_size - lay.row);
+    asked[r] = Eight<Format>::ask(from + there, at % Format::length, is_odd);
   }
   float weight[EIGHT];
   eight_of(norm + at, weight);
 #pragma unroll
   for (int i = 0; i < EIGHT; ++i) weight[i] = is_in ? weight[i] : 0.0f;
-  const float inverse = 1.0f / width;
   const int first_token = blockIdx.y * TOKENS;
   const int end = TOKENS == 1 ? first_token + 1 : min(tokens, first_token + TOKENS);
+  const bool adds = y_before != nullptr;
   grid_wait();
 #pragma unroll 1
   for (int begin = first_token; begin < end; begin += PASS) {
@@ -177,14 +188,17 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
       squares[t] = 0.0f;
       if (t >= here) continue;
       const int token = begin + t;
-      eight_of(x + static_cast<long long>(token) * STREAMS * width + at, own[t]);
-      if (y_before != nullptr) {
-        float added[EIGHT];
-        eight_of(y_before + token * width + (at - stream * width), added);
-        const float share = share_of(inject_before[token * STREAMS + stream], STREAMS);
+      // Where nothing is to be added, nothing of the same is: without a branch all comes at once.
+      const float* from_x = x + static_cast<long long>(token) * STREAMS * width + at;
+      const float* more = adds ? y_before + token * width + (at - stream * width) : from_x;
+      float added[EIGHT];
+      eight_of(from_x, own[t]);
+      eight_of(more, added);
+      const float injected = *(adds ? inject_before + token * STREAMS + stream : from_x);
+      const float late = behind(injected, own[t][7], added[7], is_tiled >> 1);
+      const float share = share_of(late, STREAMS) * (adds ? 1.0f : 0.0f);
 #pragma unroll
-        for (int i = 0; i < EIGHT; ++i) own[t][i] = fmaf(share, added[i], own[t][i]);
-      }
+      for (int i = 0; i < EIGHT; ++i) own[t][i] = fmaf(share, added[i], own[t][i]);
 #pragma unroll
       for (int i = 0; i < EIGHT; ++i) {
         squares[t] = is_in ? fmaf(own[t][i], own[t][i], squares[t]) : 0.0f;
@@ -196,9 +210,10 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       float values[EIGHT];
-      Eight<Format>::renew(raw[r]);
-      Eight<Format>::values(raw[r], values);
-      const float factor = Eight<Format>::factor(raw[r]);
+      auto raw = Eight<Format>::found(asked[r], is_odd);
+      Eight<Format>::renew(raw);  // it is kept, and not what it unpacks to
+      Eight<Format>::values(raw, values);
+      const float factor = Eight<Format>::factor(raw);
 #pragma unroll
       for (int t = 0; t < PASS; ++t) {
         if (t >= here) continue;
@@ -226,9 +241,9 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
           if (w + n < warps) square += sums[i][w + n][ROWS], sum += sums[i][w + n][r];
       const float factor = inverse_root(fmaf(square, inverse, eps));
       const int place = (begin + i) * STREAMS + stream;
-      if (r < ROWS && first + r < all)
-        parts[static_cast<long long>(place) * all + first + r] = sum * factor;
-      if (first == 0 && r == ROWS) factors[place] = factor;
+      if (r < ROWS && first + r < count)
+        parts[static_cast<long long>(place) * all + (is_down ? 0 : low) + first + r] = sum * factor;
+      if (own_rows == 0 && r == ROWS) factors[place] = factor;
     }
   }
 }
