@@ -33,17 +33,17 @@ struct Eight<formats::Q8_0> {
             bits[2] | static_cast<unsigned>(bits[3]) << 16,
             *reinterpret_cast<const unsigned short*>(block)};
   }
-  // The same of a block that begins at a whole word (or, is_odd, at a half of one), in fewer loads:
-  // what was asked for, and Raw of it. Behind a block that is not odd another must come.
+  // The same in fewer loads, of a block that begins at a whole word or, is_odd, at the second half
+  // of one: what was asked for, and Raw of it.
   struct Asked {
     unsigned words[3], scale;
   };
   static __device__ __forceinline__ Asked ask(const std::uint8_t* block, int at, bool is_odd) {
-    const unsigned* from = reinterpret_cast<const unsigned*>(block + at + (is_odd ? 0 : 2));
+    const unsigned* from = reinterpret_cast<const unsigned*>(block + (is_odd ? -2 : 0) + at);
     return {{from[0], from[1], from[2]}, *reinterpret_cast<const unsigned short*>(block)};
   }
   static __device__ __forceinline__ Raw found(const Asked& from, bool is_odd) {
-    const unsigned pick = is_odd ? 0x5432 : 0x3210;
+    const unsigned pick = is_odd ? 0x7654 : 0x5432;
     return {__byte_perm(from.words[0], from.words[1], pick),
             __byte_perm(from.words[1], from.words[2], pick), from.scale};
   }

@@ -6,6 +6,7 @@
 // Code is kept short where it runs once: a layer's kernels push each other's out of caches.
 // -D FORMAT of the three matrices; ROWS of a block of stream_down; TOKENS of a block.
 #include "attention_copies.cuh"
+#include "bell.cuh"
 #include "grid.cuh"
 #include "row_sums.cuh"
 #include "stream_share.cuh"
@@ -51,10 +52,12 @@ struct Item {
   typename Eight<Format>::Raw raw[PART / EIGHT];
   int at, to;
 
-  __device__ __forceinline__ void read(const std::uint8_t* row, int low) {
+  // is_odd: see Eight
+  __device__ __forceinline__ void read(const std::uint8_t* block, bool is_odd, int low) {
 #pragma unroll
     for (int i = 0; i < PART / EIGHT; ++i)
-      if (IS_STAGED || at + EIGHT * i < low) raw[i] = Eight<Format>::read(row, at + EIGHT * i);
+      if (IS_STAGED || at + EIGHT * i < low)
+        raw[i] = Eight<Format>::found(Eight<Format>::ask(block, EIGHT * i, is_odd), is_odd);
   }
 };
 
@@ -102,12 +105,27 @@ __device__ __forceinline__ void stage_tiled(std::uint8_t* to, const std::uint8_t
   }
 }
 
-// A block's rows of `up`, those of a stream together, on their way to shared memory.
-__device__ __forceinline__ void stage_rows(std::uint8_t* to, const std::uint8_t* up, int row_size,
-                                           int first, int own, int width, bool is_tiled) {
+// A block's rows of `up`, those of a stream together, on their way to shared memory. From sm_90 on
+// that is a copy for each stream, where those are whole sixteens: then the bell tells.
+__device__ __forceinline__ bool stage_rows(std::uint8_t* to, const std::uint8_t* up, int row_size,
+                                           int first, int own, int width, bool is_tiled,
+                                           Bell* bell) {
   const int bytes = own * row_size;  // of a stream
   const bool is_whole = (bytes | row_size * first | row_size * width) % 16 == 0;
   const std::uint8_t* from = up + static_cast<long long>(first) * row_size;
+#if VP_ARCH >= 900
+  if (is_whole && !is_tiled) {
+    if (threadIdx.x == 0) {
+      make_bell(bell);
+      tell_bells();
+      expect(bell, STREAMS * bytes);
+#pragma unroll
+      for (int s = 0; s < STREAMS; ++s)
+        copy_whole(to + s * bytes, from + static_cast<long long>(s * width) * row_size, bytes, bell);
+    }
+    return true;
+  }
+#endif
 #pragma unroll 1
   for (int s = 0; s < STREAMS; ++s) {
     if (HAS_TILES<Format> && is_tiled)
@@ -123,6 +141,16 @@ __device__ __forceinline__ void stage_rows(std::uint8_t* to, const std::uint8_t*
     to += bytes, from += static_cast<long long>(width) * row_size;
   }
   commit_copies();
+  return false;
+}
+
+// The same rows are there; the block meets.
+__device__ __forceinline__ void await_rows(bool has_bell, Bell* bell) {
+  wait_for_copies<0>();
+  __syncthreads();
+#if VP_ARCH >= 900
+  if (has_bell) await_own(bell, true);
+#endif
 }
 
 // Of row `row` of both matrices that stream_down had, for a token.
@@ -264,62 +292,62 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
   const int begin = blockIdx.y * TOKENS, here = TOKENS == 1 ? 1 : min(TOKENS, tokens - begin);
   float* lows = reinterpret_cast<float*>(shared + staged_bytes);
   float* gates = lows + TOKENS * low;
-  if constexpr (IS_STAGED) stage_rows(shared, up, row_size, first, own, width, is_tiled);
-  // What this thread joins in the end, asked for early: one column of one token.
-  const bool joins = static_cast<int>(threadIdx.x) < here * own;
-  const Place mine(joins ? threadIdx.x : 0, own);
+  __shared__ Bell bell;
+  bool has_bell = false;
+  if constexpr (IS_STAGED)
+    has_bell = stage_rows(shared, up, row_size, first, own, width, is_tiled, &bell);
+  // What this thread joins in the end, asked for early: one column of one token. The last threads
+  // have less else to do.
+  const int joiner = blockDim.x - 1 - threadIdx.x;
+  const bool joins = joiner < here * own;
+  const Place mine(joins ? joiner : 0, own);
   const int column = first + mine.i, token = begin + mine.t, pieces = (low + PART - 1) / PART;
-  float weight[STREAMS];
+  float weight[STREAMS] = {};
+  if (joins)
 #pragma unroll
-  for (int s = 0; s < STREAMS; ++s) weight[s] = norm[s * width + column];
+    for (int s = 0; s < STREAMS; ++s) weight[s] = norm[s * width + column];
   const int items = rows * pieces;
   const auto find = [&](int i) {
     const int row = i % rows, piece = i / rows;
     const long long there = static_cast<long long>(row / own) * width + first + row % own;
     Item item;
     item.at = PART * piece, item.to = piece * TOKENS * rows + row;
-    item.read(IS_STAGED ? shared + row * row_size : up + there * row_size, low);
+    const int before = item.at / Format::length * Format::bytes, staged = row * row_size + before;
+    item.read(IS_STAGED ? shared + staged : up + there * row_size + before, staged & 2, low);
     return item;
   };
   Item kept[KEPT > 0 ? KEPT : 1];
   if constexpr (KEPT > 0) {
-    wait_for_copies<0>();
-    __syncthreads();
+    await_rows(has_bell, &bell);
 #pragma unroll
     for (int n = 0; n < KEPT; ++n)
       kept[n] = find(min(static_cast<int>(threadIdx.x + n * blockDim.x), items - 1));
   }
   grid_wait();
   float* streams = x + static_cast<long long>(token) * STREAMS * width + column;
-  const float added = y_before != nullptr ? y_before[token * width + column] : 0.0f;
-  float value[STREAMS], share[STREAMS], factor[STREAMS];
-#pragma unroll
-  for (int s = 0; s < STREAMS; ++s) {
-    value[s] = streams[s * width];
-    share[s] = y_before != nullptr ? inject_before[token * STREAMS + s] : 0.0f;
-    factor[s] = factors[token * STREAMS + s];
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < here * low; i += blockDim.x) {
-    const Place place(i, low);
-    const float sum = scale * sum_of_streams(parts, begin + place.t, all, place.i);
-    lows[i] = sum * sigmoid(sum);
-  }
-  if (blockIdx.x == 0)
-#pragma unroll 1
-    for (int i = threadIdx.x; i < here * injects; i += blockDim.x) {
-      const Place place(i, injects);
-      injected[begin * injects + i] = sum_of_streams(parts, begin + place.t, all, low + place.i);
-    }
-  if (y_before != nullptr) {
+  float added = 0.0f, value[STREAMS] = {}, share[STREAMS] = {}, factor[STREAMS] = {};
+  if (joins) {
+    if (y_before != nullptr) added = y_before[token * width + column];
 #pragma unroll
     for (int s = 0; s < STREAMS; ++s) {
-      value[s] = fmaf(share_of(share[s], STREAMS), added, value[s]);
-      if (joins) streams[s * width] = value[s];
+      value[s] = streams[s * width];
+      if (y_before != nullptr) share[s] = inject_before[token * STREAMS + s];
+      factor[s] = factors[token * STREAMS + s];
     }
   }
-  if constexpr (IS_STAGED && KEPT == 0) wait_for_copies<0>();
-  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < here * all; i += blockDim.x) {
+    const Place place(i, all);
+    const float sum = sum_of_streams(parts, begin + place.t, all, place.i), scaled = scale * sum;
+    if (place.i < low)
+      lows[place.t * low + place.i] = scaled * sigmoid(scaled);
+    else if (blockIdx.x == 0)
+      injected[(begin + place.t) * injects + place.i - low] = sum;
+  }
+  if constexpr (IS_STAGED && KEPT == 0)
+    await_rows(has_bell, &bell);
+  else
+    __syncthreads();
 #pragma unroll
   for (int n = 0; n < KEPT; ++n)
     multiply_item(kept[n], lows, low, here, gates + kept[n].to, rows);
@@ -328,11 +356,18 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
     const Item item = find(i);
     multiply_item(item, lows, low, here, gates + item.to, rows);
   }
+  if (joins && y_before != nullptr) {
+#pragma unroll
+    for (int s = 0; s < STREAMS; ++s) {
+      value[s] = fmaf(share_of(share[s], STREAMS), added, value[s]);
+      streams[s * width] = value[s];
+    }
+  }
   __syncthreads();
   if (!joins) return;
   float mean = 0.0f, gate[STREAMS] = {};
   const float* own_gates = gates + mine.t * rows + mine.i;
-#pragma unroll 2
+#pragma unroll 5
   for (int piece = 0; piece < pieces; ++piece, own_gates += TOKENS * rows)
 #pragma unroll
     for (int s = 0; s < STREAMS; ++s) gate[s] += own_gates[s * own];
