@@ -229,6 +229,21 @@ class FamilyOps(Ops, Protocol):
         """keys [T, dim], neither normed nor rotated. Of each block that is whole now: the mean of
         its keys, rms_norm, "neox" rotation by inv_freq and scale at its first position."""
 
+    def index_heads(
+        self,
+        cache: Any,
+        made: tuple[Array, Array],
+        norms: tuple[Weight, Weight],
+        angles: Array,
+        rope: tuple[np.ndarray, float],
+        batch: Batch,
+        group: int,
+        eps: float,
+    ) -> Array:
+        """What a layer's indexer makes of its queries [T, heads * dim] and keys [T, dim]: queries
+        by head normed and rotated by angles, keys stored; see `index_heads` below. The queries may
+        be changed in place."""
+
     def choose_blocks(
         self, q: Array, cache: Any, batch: Batch, group: int, heads: int, top_k: int
     ) -> Any:
@@ -245,8 +260,10 @@ class FamilyOps(Ops, Protocol):
         group: int,
         head_map: Sequence[int],
         scale: float,
+        gate: Array | None = None,
     ) -> Array:
-        """As `attention`, over the positions of the chosen blocks and those behind them."""
+        """As `attention`, over the positions of the chosen blocks and those behind them. gate: of
+        the result's shape; times its sigmoid."""
 
     # --- states ---------------------------------------------------------------------------
     def state_bytes(self, state: Any) -> int:
@@ -293,6 +310,25 @@ def stream_in(
     low, *inject = ops.linears(h, weights, [None] * len(weights))
     low = ops.silu_(low, width / x.shape[1])
     return ops.stream_mix(h, ops.linear(low, mix.up), width), inject[0] if inject else None
+
+
+def index_heads(
+    ops: FamilyOps,
+    cache: Any,
+    made: tuple[Array, Array],
+    norms: tuple[Weight, Weight],
+    angles: Array,
+    rope: tuple[np.ndarray, float],
+    batch: Batch,
+    group: int,
+    eps: float,
+) -> Array:
+    """FamilyOps.index_heads, of other operations."""
+    q, keys = made
+    q = ops.rms_norm(q, norms[0], eps)
+    ops.rope_(q, angles, keys.shape[1], "neox")
+    ops.index_store(cache, keys, norms[1], rope, batch, group, eps)
+    return q
 
 
 def ngram_numbers(tokens: np.ndarray, hashing: NGramHash) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 from voltapile.kernels.cpu import _cpu
 from voltapile.kernels.cpu.ops import CpuKv, CpuOps
 from voltapile.kernels.cpu.weights import flat
-from voltapile.kernels.families import INDEX_RING
+from voltapile.kernels.families import INDEX_RING, index_heads
 from voltapile.kernels.ops import Batch, Weight
 
 SCORES_BYTES = 32 << 20  # of the tokens that are scored together
@@ -71,6 +71,20 @@ class CpuSparse(CpuOps):
             batch.pages[group],
         )
 
+    def index_heads(
+        self,
+        cache: IndexCache,
+        made: tuple[np.ndarray, np.ndarray],
+        norms: tuple[Weight, Weight],
+        angles: np.ndarray,
+        rope: tuple[np.ndarray, float],
+        batch: Batch,
+        group: int,
+        eps: float,
+    ) -> np.ndarray:
+        rest = norms, angles, rope, batch, group, eps
+        return index_heads(self, cache, made, *rest)  # type: ignore[arg-type]
+
     def choose_blocks(
         self,
         q: np.ndarray,
@@ -113,6 +127,7 @@ class CpuSparse(CpuOps):
         group: int,
         head_map: Sequence[int],
         scale: float,
+        gate: np.ndarray | None = None,
     ) -> np.ndarray:
         tokens, heads = len(batch.slots), len(head_map)
         assert q.size == tokens * heads * cache.key_dim, (q.shape, tokens, heads)
@@ -122,4 +137,4 @@ class CpuSparse(CpuOps):
         with self._scratch.scope():
             nodes = self._scratch.array((_cpu.chosen_node_floats(*seen),))
             self._engine.attention_to(q, out, *seen, scale, nodes)
-        return out
+        return out if gate is None else self.gate_(out, gate)  # type: ignore[attr-defined]

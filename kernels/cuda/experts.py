@@ -63,14 +63,13 @@ CHOOSE = {held: _route("choose_experts", HELD=held) for held in HELD}
 GATE_ROWS = Instance("route.cu", "gate_rows", waits=True)
 GATE_VALUES = Instance("route.cu", "gate_values", waits=True)
 JOIN = Instance("route.cu", "join_gate", waits=True)
-SPLIT = Instance("route.cu", "split_heads", waits=True)
 INSTANCES = [
     *EXPERT_UP.values(),
     *EXPERT_DOWN.values(),
     *expert_groups.INSTANCES,
     *expert_stream.INSTANCES,
     *(*ROUTE.values(), *ROUTE_MANY.values(), *CHOOSE.values()),
-    *(BF16, GATE_ROWS, GATE_VALUES, JOIN, SPLIT),
+    *(BF16, GATE_ROWS, GATE_VALUES, JOIN),
 ]
 
 
@@ -345,18 +344,6 @@ def gate_(ops: Launcher, y: DeviceArray, gate: DeviceArray) -> DeviceArray:
     if y.size:
         ops.kernel(GATE_VALUES)((_groups(y.size, 256),), 256, (y.ptr, gate.ptr, np.int64(y.size)))
     return y
-
-
-def split_heads(ops: Launcher, x: DeviceArray, dim: int) -> tuple[DeviceArray, DeviceArray]:
-    tokens, width = x.shape
-    assert width % (2 * dim) == 0, (x, dim)
-    first, second = (ops.scratch((tokens, width // 2)) for _ in range(2))
-    if x.size:
-        pointers = x.ptr, first.ptr, second.ptr
-        ops.kernel(SPLIT)(
-            (tokens, _groups(width, 256)), 256, (*pointers, np.int32(width), np.int32(dim))
-        )
-    return first, second
 
 
 def _groups(items: int, size: int) -> int:

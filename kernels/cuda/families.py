@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from voltapile.kernels.cuda import delta, experts, gemm, mixes, sparse, streams
+from voltapile.kernels.cuda import delta, experts, gemm, mixes, sparse, split, streams
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared, places_of
 from voltapile.kernels.cuda.file_table import FileTable, RowReader
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
@@ -103,10 +103,13 @@ class CudaFamilies:
         return experts.gate_rows_(self, y, x, _own(weight))
 
     def gate_(self: Host, y: DeviceArray, gate: DeviceArray) -> DeviceArray:
-        return experts.gate_(self, y, gate)
+        late = split.late_part(gate)
+        if late is None or y.shape != gate.shape:
+            return experts.gate_(self, y, gate)
+        return split.gate_(self, y, late.lies(), late.dim)
 
     def split_heads(self: Host, x: DeviceArray, dim: int) -> tuple[DeviceArray, DeviceArray]:
-        return experts.split_heads(self, x, dim)
+        return split.split_heads(self, x, dim)
 
     # --- delta nets ---------------------------------------------------------------------------
     def delta_state(self: Host, slots: int, shape: DeltaShape) -> State:
@@ -229,6 +232,21 @@ class CudaFamilies:
     ) -> None:
         sparse.index_store(self, cache, keys, _own(norm), rope, batch, group, eps)
 
+    def index_heads(
+        self: Host,
+        cache: sparse.IndexCache,
+        made: tuple[DeviceArray, DeviceArray],
+        norms: tuple[Weight, Weight],
+        angles: DeviceArray,
+        rope: tuple[np.ndarray, float],
+        batch: Batch,
+        group: int,
+        eps: float,
+    ) -> DeviceArray:
+        (q, keys), (q_norm, k_norm) = made, map(_own, norms)
+        queries = sparse.Queries(q, q_norm, angles)
+        return sparse.index_store(self, cache, keys, k_norm, rope, batch, group, eps, queries)
+
     def choose_blocks(
         self: Host,
         q: DeviceArray,
@@ -249,8 +267,9 @@ class CudaFamilies:
         group: int,
         head_map: Sequence[int],
         scale: float,
+        gate: DeviceArray | None = None,
     ) -> DeviceArray:
-        return sparse.attention_to(self, chosen, q, cache, batch, group, head_map, scale)
+        return sparse.attention_to(self, chosen, q, cache, batch, group, head_map, scale, gate)
 
     # --- states -------------------------------------------------------------------------------
     def state_bytes(self: Host, state: State) -> int:

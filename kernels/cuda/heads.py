@@ -9,6 +9,7 @@ import numpy as np
 from voltapile.kernels.cuda.chunks import spread
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.pages import KINDS, LARGEST_DIM, CudaKv
+from voltapile.kernels.cuda.split import late_part
 from voltapile.kernels.ops import Batch
 
 # By the longest head.
@@ -48,6 +49,8 @@ def rope_store(
     assert all(each is None or each.shape == (dim,) for each in norms), norms
     if tokens == 0:
         return q
+    late = late_part(q)
+    came = (q.ptr, dim) if late is None else late.take()
     apart = 1 if layout == "norm" else pairs
     sizes = heads, cache.kv_heads, dim, cache.value_dim, pairs, apart
     kinds = KINDS[cache.key_type], KINDS[cache.value_type]
@@ -57,7 +60,7 @@ def rope_store(
         (-(-(heads + 2 * cache.kv_heads) // WARPS), tokens),
         32 * WARPS,
         (
-            *(q.ptr, k.ptr, v.ptr),
+            *(q.ptr, came[0], np.int32(came[1]), k.ptr, v.ptr),
             *(0 if each is None else each.ptr for each in norms),
             *(array.ptr for array in pointers),
             *map(np.int32, sizes),

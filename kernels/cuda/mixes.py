@@ -96,11 +96,12 @@ def _go_down(
 ) -> None:
     """sizes: tokens, their width, rank of the matrices, how many are injected to."""
     tokens, width, low, injects = sizes
-    at_once = TOKENS[tokens > 1]
+    at_once, rows = TOKENS[tokens > 1], ROWS[down.type_name]
+    numbers = np.float32(eps), np.float32(1) / np.float32(width), np.int32(down.is_tiled)
     ops.kernel(DOWN[down.type_name, at_once])(
-        (STREAMS * -(-(low + injects) // ROWS[down.type_name]), -(-tokens // at_once)),
+        (STREAMS * (-(-low // rows) + -(-injects // rows)), -(-tokens // at_once)),
         32 * -(-width // (32 * EIGHT)),
-        (*pointers, *map(np.int32, sizes), np.float32(eps), np.int32(down.is_tiled)),
+        (*pointers, *map(np.int32, sizes), *numbers),
     )
 
 

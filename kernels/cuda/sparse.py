@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from voltapile.kernels.cuda import split
 from voltapile.kernels.cuda.attention import LOG2E
 from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
@@ -91,6 +92,16 @@ def page_parts(cache: IndexCache) -> tuple[DeviceArray, DeviceArray]:
     return cache.ring, cache.pooled
 
 
+@dataclass(frozen=True)
+class Queries:
+    """An indexer's, of a step, which its key's launch norms and turns: q [T, heads * dim]; angles
+    [T, pairs, 2]."""
+
+    q: DeviceArray
+    norm: CudaWeight
+    angles: DeviceArray
+
+
 def index_store(
     ops: Launcher,
     cache: IndexCache,
@@ -100,24 +111,35 @@ def index_store(
     batch: Batch,
     group: int,
     eps: float,
-) -> None:
+    queries: Queries | None = None,
+) -> DeviceArray:
+    """Queries as they become, or keys."""
     (tokens, dim), table = keys.shape, batch.pages[group]
     frequencies = ops.constant(np.asarray(rope[0], np.float32))
     assert cache.ring.shape[2] == dim == norm.shape[0], (cache.ring, keys, norm.shape)
     assert 2 * len(frequencies) <= dim, (frequencies, dim)
+    found, heads, asked = keys, 0, (0, 0, 0, 0)
+    if queries is not None:
+        q, heads = queries.q, queries.q.shape[1] // dim
+        assert q.shape == (tokens, heads * dim), (q, dim)
+        assert queries.norm.shape == (dim,), queries.norm.shape
+        assert queries.angles.shape == (tokens, len(frequencies), 2), queries.angles
+        found = ops.scratch(q.shape)
+        asked = q.ptr, queries.norm.ptr, queries.angles.ptr, found.ptr
     if not tokens:
-        return
+        return found
     where = table.shape[1], len(cache.ring)
     tables, long_rows = (table, batch.slots, batch.positions), batch.long_rows
     is_short = long_rows == 0 if long_rows >= 0 else tokens <= MAX_PROVISIONAL
     # One launch, if no token takes the place of a key that another one of its slot reads.
     stores = is_short and cache.block + MAX_PROVISIONAL <= INDEX_RING
     ops.kernel(POOL)(
-        (tokens,),
+        (tokens, 1 + _groups(heads, WARPS)),
         128,
         (
             *_pointers(keys, norm, frequencies, cache.ring, cache.pooled, *tables),
-            *map(np.int32, (dim, cache.shift, *where, len(frequencies), stores)),
+            *asked,
+            *map(np.int32, (heads, dim, cache.shift, *where, len(frequencies), stores)),
             *(np.float32(rope[1]), np.float32(eps)),
         ),
     )
@@ -127,6 +149,7 @@ def index_store(
             128,
             (*_pointers(keys, cache.ring, *tables), *map(np.int32, (tokens, dim, *where))),
         )
+    return found
 
 
 def choose_blocks(
@@ -210,6 +233,7 @@ class _Call:
     parts: int  # of a KV head's query heads, ROWS in each
     scale: float
     out: DeviceArray
+    gate: tuple[int, int] | None  # where gates of rows are, and from one to the next
 
     @property
     def most(self) -> int:
@@ -232,6 +256,7 @@ def attention_to(
     group: int,
     head_map: Sequence[int],
     scale: float,
+    gate: DeviceArray | None = None,
 ) -> DeviceArray:
     """Rows that were generated are cut to pieces, so that many blocks share one; others are not."""
     tokens, heads, table = len(q), len(head_map), batch.pages[group]
@@ -239,7 +264,9 @@ def attention_to(
     out = ops.scratch((tokens, heads * cache.value_dim))
     map_values, members = _heads_of(head_map, cache.kv_heads)
     own = ops.constant(map_values), heads, _groups(members, ROWS)
-    call = _Call(chosen, q, cache, batch, table, *own, scale, out)
+    assert gate is None or gate.shape == out.shape, (gate, out)
+    gates = None if gate is None else split.gate_place(gate, cache.value_dim)
+    call = _Call(chosen, q, cache, batch, table, *own, scale, out, gates)
     generated = min(tokens, batch.generated)
     longest = (call.most + 1) * chosen.block
     longest = min(longest, table.shape[1] * 64)
@@ -259,7 +286,7 @@ def _attend(ops: Launcher, call: _Call, part: slice, pieces: int) -> None:
     if pieces > 1:
         found = ops.scratch((tokens, heads, pieces, dim))
         stats = ops.scratch((tokens, heads, pieces, 2))
-    of_tokens = call.batch.slots, call.batch.positions, chosen.blocks, chosen.counts
+    of_tokens = call.batch.slots, call.batch.positions, chosen.blocks
     shift = chosen.block.bit_length() - 1
     numbers = call.table.shape[1], cache.pages, shift, call.most, pieces, PIECE, call.parts
     shape = _shape_of(cache)
@@ -275,13 +302,17 @@ def _attend(ops: Launcher, call: _Call, part: slice, pieces: int) -> None:
         ),
         shared=_shared_bytes(*shape, ops.arch) + 4 * (blocks + 2),
     )
+    place, apart = call.gate or (0, 0)
+    own_gate = place and place + 4 * part.start * heads * apart
     if pieces > 1:
         ops.kernel(JOIN)(
             (heads, tokens),
             JOINERS,
-            (*_pointers(found, stats, out), np.int32(pieces), np.int32(dim)),
+            (*_pointers(found, stats), own_gate, out.ptr, *map(np.int32, (pieces, dim, apart))),
             shared=4 * pieces,
         )
+    elif call.gate:
+        split.gate_(ops, out, (own_gate, apart), dim)
 
 
 def _shape_of(cache: CudaKv) -> tuple[int, int]:

@@ -26,12 +26,13 @@ def _instances() -> list[Instance]:
         rows,
         sampling,
         sparse,
+        split,
         states,
         streams,
     )
 
     dense = rows, sampling, dummy, matmul, attention, heads, group
-    modules = *dense, experts, delta, states, streams, mixes, plain, sparse, positions
+    modules = *dense, experts, delta, states, streams, mixes, plain, sparse, split, positions
     found = [instance for module in modules for instance in module.INSTANCES]
     assert len(set(found)) == len(found), "an instance is listed twice"
     return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.families import INDEX_RING
+from voltapile.kernels.families import INDEX_RING, index_heads
 from voltapile.kernels.ops import Array, Batch, Weight
 from voltapile.kernels.reference.ops import PagedKV, ReferenceOps
 
@@ -51,6 +51,20 @@ class ReferenceSparse(ReferenceOps):
                 self.rope_(pooled, angles, keys.shape[1], "neox")
                 cache.pooled[page, position // block % per_page] = pooled[0]
 
+    def index_heads(
+        self,
+        cache: IndexCache,
+        made: tuple[np.ndarray, np.ndarray],
+        norms: tuple[Weight, Weight],
+        angles: np.ndarray,
+        rope: tuple[np.ndarray, float],
+        batch: Batch,
+        group: int,
+        eps: float,
+    ) -> Array:
+        rest = norms, angles, rope, batch, group, eps
+        return index_heads(self, cache, made, *rest)  # type: ignore[arg-type]
+
     def choose_blocks(
         self, q: np.ndarray, cache: IndexCache, batch: Batch, group: int, heads: int, top_k: int
     ) -> list[np.ndarray]:
@@ -75,6 +89,7 @@ class ReferenceSparse(ReferenceOps):
         group: int,
         head_map: Sequence[int],
         scale: float,
+        gate: np.ndarray | None = None,
     ) -> Array:
         page_tokens, heads = cache.keys.shape[1], list(head_map)
         out = np.zeros((len(q), len(heads), cache.values.shape[3]), np.float32)
@@ -86,4 +101,5 @@ class ReferenceSparse(ReferenceOps):
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
             out[t] = np.einsum("hp,phd->hd", weights, values)
-        return out.reshape(len(q), -1)
+        y = out.reshape(len(q), -1)
+        return y if gate is None else self.gate_(y, gate)  # type: ignore[attr-defined]

@@ -103,10 +103,12 @@ class GatedAttention(Attention):
         q = ops.rope_store(
             q, k, v, angles, self.layout, cache.kv, stored(batch), cache.group, self.eps, *norms
         )
-        return ops.gate_(self._attend(q, h, angles, batch, cache), gate)
+        return self._attend(q, gate, h, angles, batch, cache)
 
-    def _attend(self, q: Array, h: Array, angles: Array, batch: Batch, cache: LayerCache) -> Array:
-        return self._look(q, batch, cache)
+    def _attend(
+        self, q: Array, gate: Array, h: Array, angles: Array, batch: Batch, cache: LayerCache
+    ) -> Array:
+        return self.family.gate_(self._look(q, batch, cache), gate)
 
 
 class DeltaNet:

@@ -133,14 +133,16 @@ class SparseAttention(GatedAttention):
         self.projections = [weights(f"{indexer}.{name}_proj.weight") for name in "qk"]
         self.q_norm, self.k_norm = (weights(f"{indexer}.{name}_norm.weight") for name in "qk")
 
-    def _attend(self, q: Array, h: Array, angles: Array, batch: Batch, cache: LayerCache) -> Array:
+    def _attend(
+        self, q: Array, gate: Array, h: Array, angles: Array, batch: Batch, cache: LayerCache
+    ) -> Array:
         ops, indexer, group = self.family, self.indexer, cache.group
-        index_q, index_k = ops.linears(h, self.projections, [None, None])
-        index_q = ops.rms_norm(index_q, self.q_norm, self.eps)
-        ops.rope_(index_q, angles, indexer.key_dim, self.layout)
-        ops.index_store(cache.index, index_k, self.k_norm, self.frequencies, batch, group, self.eps)
+        made = ops.linears(h, self.projections, [None, None])
+        norms, rest = (self.q_norm, self.k_norm), (self.frequencies, batch, group, self.eps)
+        index_q = ops.index_heads(cache.index, made, norms, angles, *rest)
         chosen = ops.choose_blocks(index_q, cache.index, batch, group, indexer.heads, indexer.top_k)
-        return ops.attention_to(chosen, q, cache.kv, batch, group, self.head_map, self.scale)
+        where = batch, group, self.head_map, self.scale
+        return ops.attention_to(chosen, q, cache.kv, *where, gate)
 
 
 class NGrams:

@@ -53,10 +53,11 @@ struct Turns {
 
 using namespace voltapile;
 
-// grid: (heads of q, k and v / 4, T), 128 threads: a warp for each head. q changes in place.
+// grid: (heads of q, k and v / 4, T), 128 threads: a warp for each head. q: where queries go; they
+// come from q_from, q_step values from each other, which may be q.
 extern "C" __global__ void __launch_bounds__(128)
-rope_store(float* q, const float* k, const float* v, const float* q_norm, const float* k_norm,
-           const float* angles, unsigned char* keys, unsigned char* values, const int* table,
+rope_store(float* q, const float* q_from, int q_step, const float* k, const float* v,
+           const float* q_norm, const float* k_norm, const float* angles, unsigned char* keys, unsigned char* values, const int* table,
            const int* slots, const int* positions, int heads, int kv_heads, int key_dim,
            int value_dim, int pairs, int apart, float eps, int width, int pages, int key_kind,
            int value_kind) {
@@ -83,8 +84,8 @@ rope_store(float* q, const float* k, const float* v, const float* q_norm, const 
   if (head >= count) return;
   float* row = reinterpret_cast<float*>(shared) + warp * HEAD;
   float* query = q + static_cast<long long>(t * heads + head) * dim;
-  const float* from =
-      is_query ? query : (is_value ? v : k) + static_cast<long long>(t * kv_heads + head) * dim;
+  const float* from = (is_query ? q_from : is_value ? v : k) +
+                      static_cast<long long>(t * count + head) * (is_query ? q_step : dim);
 #pragma unroll
   for (int i = 0; i < PIECES; ++i) held[i] = 32 * i + lane < dim ? from[32 * i + lane] : 0.0f;
   const int page = page_of(table, slot, position, width, pages);

@@ -33,6 +33,20 @@ struct Eight<formats::Q8_0> {
             bits[2] | static_cast<unsigned>(bits[3]) << 16,
             *reinterpret_cast<const unsigned short*>(block)};
   }
+  // The same in fewer loads, of a block that begins at a whole word or, is_odd, at the second half
+  // of one: what was asked for, and Raw of it.
+  struct Asked {
+    unsigned words[3], scale;
+  };
+  static __device__ __forceinline__ Asked ask(const std::uint8_t* block, int at, bool is_odd) {
+    const unsigned* from = reinterpret_cast<const unsigned*>(block + (is_odd ? -2 : 0) + at);
+    return {{from[0], from[1], from[2]}, *reinterpret_cast<const unsigned short*>(block)};
+  }
+  static __device__ __forceinline__ Raw found(const Asked& from, bool is_odd) {
+    const unsigned pick = is_odd ? 0x7654 : 0x5432;
+    return {__byte_perm(from.words[0], from.words[1], pick),
+            __byte_perm(from.words[1], from.words[2], pick), from.scale};
+  }
   // The sum over the eight of weight times x is factor(raw) times that with these values.
   static __device__ __forceinline__ void values(const Raw& raw, float (&out)[EIGHT]) {
 #pragma unroll
@@ -57,6 +71,11 @@ struct Eight<formats::F32> {
   struct Raw {
     float4 low, high;
   };
+  using Asked = Raw;
+  static __device__ __forceinline__ Raw ask(const std::uint8_t* row, int at, bool) {
+    return read(row, at);
+  }
+  static __device__ __forceinline__ Raw found(const Raw& from, bool) { return from; }
   static __device__ __forceinline__ Raw read(const std::uint8_t* row, int at) {
     const float4* from = reinterpret_cast<const float4*>(row + 4 * at);
     return {from[0], from[1]};
@@ -75,6 +94,11 @@ struct EightHalves {
   struct Raw {
     uint4 words;
   };
+  using Asked = Raw;
+  static __device__ __forceinline__ Raw ask(const std::uint8_t* row, int at, bool) {
+    return read(row, at);
+  }
+  static __device__ __forceinline__ Raw found(const Raw& from, bool) { return from; }
   static __device__ __forceinline__ Raw read(const std::uint8_t* row, int at) {
     return {*reinterpret_cast<const uint4*>(row + 2 * at)};
   }

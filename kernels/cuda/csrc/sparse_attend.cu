@@ -314,10 +314,10 @@ using namespace voltapile;
 // blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, IS_ASYNC ? 2 : 1)
 attend_to(const float* q, const unsigned char* keys, const unsigned char* values, const int* table,
-          const int* slots, const int* positions, const int* blocks, const int* counts,
-          const int* heads, float* out, float2* stats, int kv_heads, int num_heads, int key_dim,
-          int value_dim, int key_kind, int value_kind, int width, int pages, int shift, int most,
-          int pieces, int piece, int parts, float scale) {
+          const int* slots, const int* positions, const int* blocks, const int* heads, float* out,
+          float2* stats, int kv_heads, int num_heads, int key_dim, int value_dim, int key_kind,
+          int value_kind, int width, int pages, int shift, int most, int pieces, int piece,
+          int parts, float scale) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   Shared& sh = *reinterpret_cast<Shared*>(shared);
   int* cells = reinterpret_cast<int*>(shared + sizeof(Shared));
@@ -328,24 +328,35 @@ attend_to(const float* q, const unsigned char* keys, const unsigned char* values
   const int begin = heads[kv_head] + static_cast<int>(one - kv_head * parts) * ROWS;
   const int used = min(ROWS, heads[kv_head + 1] - begin), position = positions[t];
   const int *own = heads + kv_heads + 1 + begin, *pages_of = table + slots[t] * width;
+  const int whole = (position + 1) >> shift, chosen = min(min(whole, (width * PAGE) >> shift), most);
+  const int count = position + 1 - ((whole - chosen) << shift);
+  const int start = own_piece * piece, end = pieces == 1 ? count : min(start + piece, count);
+  const int first = start >> shift, last = ((pieces == 1 ? count : start + piece) - 1) >> shift;
+  const auto put_cell = [&](int i, int block) {
+    const unsigned at = (i < chosen ? block : whole) << shift, index = at / PAGE;
+    const int page = index < width ? pages_of[index] : 0;
+    const int sane = page >= 0 && page < pages ? page : 0;
+    cells[i - first] = (sane * kv_heads + kv_head) * PAGE + at % PAGE;
+  };
+  // Where all whole blocks are chosen, what is seen is known before the choice is.
+  const bool sees_all = chosen == min(whole, (width * PAGE) >> shift);
   Queries queries{};
   if (used > 0) queries.find(own, used, warp);
+  if (sees_all)
+#pragma unroll 1
+    for (int i = first + threadIdx.x; i <= last; i += THREADS) put_cell(i, i);
   grid_wait();
   if (used <= 0) return;
   queries.read(q + static_cast<unsigned>(t * num_heads) * width_of(key_dim), width_of(key_dim),
                lane);
-  const int chosen = counts[t], whole = (position + 1) >> shift;
-  const int count = position + 1 - ((whole - chosen) << shift);
-  const int start = own_piece * piece, end = pieces == 1 ? count : min(start + piece, count);
-  const int first = start >> shift, last = ((pieces == 1 ? count : start + piece) - 1) >> shift;
-  int i = first + threadIdx.x, block = blocks[t * most + min(i, most - 1)];
+  if (!sees_all) {
+    int i = first + threadIdx.x, block = blocks[t * most + min(i, most - 1)];
 #pragma unroll 1
-  for (; i <= last; i += THREADS) {
-    const unsigned at = (i < chosen ? block : whole) << shift, index = at / PAGE;
-    const int page = index < width ? pages_of[index] : 0;
-    const int sane = page >= 0 && page < pages ? page : 0;
-    block = blocks[t * most + min(i + THREADS, most - 1)];
-    cells[i - first] = (sane * kv_heads + kv_head) * PAGE + at % PAGE;
+    for (; i <= last; i += THREADS) {
+      const int own_block = block;
+      block = blocks[t * most + min(i + THREADS, most - 1)];
+      put_cell(i, own_block);
+    }
   }
   queries.stage(sh, scale, warp, lane);
   const Target to{out, stats, own, static_cast<unsigned>(t * num_heads), value_dim, pieces,

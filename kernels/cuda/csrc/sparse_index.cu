@@ -46,6 +46,41 @@ __device__ __forceinline__ void find_turns(float2* turns, const float* inv_freq,
   }
 }
 
+// Value i of a key or query, turned: pair i is (i, i + pairs). turn: of value i, if it has one.
+__device__ __forceinline__ float turned(const float* row, int i, int pairs, float2 turn) {
+  if (i >= 2 * pairs) return row[i];
+  return i < pairs ? row[i] * turn.x - row[i + pairs] * turn.y
+                   : row[i - pairs] * turn.y + row[i] * turn.x;
+}
+
+// A warp norms and turns a head of queries, from q to out. angles: of the token. rows: shared, a
+// warp's own.
+__device__ __forceinline__ void end_query(const float* q, const float* norm, const float2* angles,
+                                          float* out, float* row, int dim, int pairs, float eps) {
+  constexpr int HELD = WIDEST / 32;
+  const int lane = threadIdx.x & 31;
+  float weight[HELD], held[HELD], sum = 0.0f;
+  float2 turns[HELD];
+#pragma unroll
+  for (int n = 0; n < HELD; ++n) {
+    const int i = 32 * n + lane;
+    weight[n] = i < dim ? norm[i] : 0.0f;
+    if (i < 2 * pairs) turns[n] = angles[i < pairs ? i : i - pairs];
+  }
+  grid_wait();
+#pragma unroll
+  for (int n = 0; n < HELD; ++n) held[n] = 32 * n + lane < dim ? q[32 * n + lane] : 0.0f;
+#pragma unroll
+  for (int n = 0; n < HELD; ++n) sum = fmaf(held[n], held[n], sum);
+  const float factor = 1.0f / sqrtf(warp_join(sum, Add()) / dim + eps);
+#pragma unroll
+  for (int n = 0; n < HELD; ++n) row[32 * n + lane] = held[n] * (factor * weight[n]);
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < HELD; ++n)
+    if (const int i = 32 * n + lane; i < dim) out[i] = turned(row, i, pairs, turns[n]);
+}
+
 // The sum of what the threads before this one have.
 __device__ __forceinline__ int before_me(int own, int* sums) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -151,17 +186,27 @@ using namespace voltapile;
 
 // Of all: a block has 1 << shift positions.
 
-// grid: (tokens), 128 threads. pooled: [pages][PAGE >> shift][dim]. Of each block that a token
-// ends: the mean of its keys, normed, rotated by its first position. stores: the ring is written
-// too; no slot may bring so many tokens that one takes the place of a key that another reads. What
-// earlier steps left is read ahead.
+// grid: (tokens, 1 + heads / 4), 128 threads. pooled: [pages][PAGE >> shift][dim]. Of each block
+// that a token ends: the mean of its keys, normed, rotated by its first position. stores: the ring
+// is written too; no slot may bring so many tokens that one takes the place of a key that another
+// reads. What earlier steps left is read ahead. Heads of q, if there are any, become q_out, normed
+// and turned by the step's angles, in blocks of their own; the last of them may be made twice.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 index_pool(const float* keys, const float* norm, const float* inv_freq, float* ring, float* pooled,
-           const int* table, const int* slots, const int* positions, int dim, int shift, int width,
-           int pages, int pairs, int stores, float scale, float eps) {
-  __shared__ float scratch[32], key[WIDEST];
+           const int* table, const int* slots, const int* positions, const float* q,
+           const float* q_norm, const float* angles, float* q_out, int heads, int dim, int shift,
+           int width, int pages, int pairs, int stores, float scale, float eps) {
+  __shared__ float scratch[32], rows[THREADS / 32][WIDEST];
   __shared__ float2 turns[WIDEST / 2];
   grid_launch();
+  if (blockIdx.y > 0) {
+    const int warp = threadIdx.x / 32, head = (blockIdx.y - 1) * (THREADS / 32) + warp;
+    const long long token = blockIdx.x, at = (token * heads + min(head, heads - 1)) * dim;
+    const float2* turns_of = reinterpret_cast<const float2*>(angles) + token * pairs;
+    end_query(q + at, q_norm, turns_of, q_out + at, rows[warp], dim, pairs, eps);
+    return;
+  }
+  float* key = rows[0];
   const int t = blockIdx.x, position = positions[t], slot = slots[t], block = 1 << shift;
   const int page = Pages{table, width, pages}.at(slot, position), first = position - block + 1;
   const bool is_end = (first & (block - 1)) == 0 && page >= 0;
@@ -204,11 +249,8 @@ index_pool(const float* keys, const float* norm, const float* inv_freq, float* r
   float* out = pooled + key_of(page, per_page, (position >> shift) & (per_page - 1), dim);
 #pragma unroll 1
   for (int i = threadIdx.x; i < dim; i += THREADS) {
-    const int pair = i < pairs ? i : i - pairs;
-    const float2 turn = i < 2 * pairs ? turns[pair] : float2{1.0f, 0.0f};
-    out[i] = i >= 2 * pairs ? key[i]
-             : i < pairs    ? key[pair] * turn.x - key[pair + pairs] * turn.y
-                            : key[pair] * turn.y + key[pair + pairs] * turn.x;
+    const float2 turn = i < 2 * pairs ? turns[i < pairs ? i : i - pairs] : float2{1.0f, 0.0f};
+    out[i] = turned(key, i, pairs, turn);
   }
 }
 

@@ -1,6 +1,7 @@
 // Pieces of attention to chosen blocks (sparse_attend.cu) become rows. -D as there.
 #include "attention_tile.cuh"
 #include "grid.cuh"
+#include "stream_share.cuh"
 
 namespace voltapile {
 
@@ -39,9 +40,11 @@ __device__ __forceinline__ void add_piece(float4& sum, const float4& part, float
 using namespace voltapile;
 
 // grid: (H, tokens), JOINERS threads; dim: a multiple of 4. shared: floats for `pieces`. Fours of a
-// row's columns are dealt to threads, and so are pieces, as far as threads go.
+// row's columns are dealt to threads, and so are pieces, as far as threads go. gate: of rows, which
+// are `apart` values from each other; may be missing. What is joined is multiplied by its sigmoid.
 extern "C" __global__ void __launch_bounds__(JOINERS, 1)
-join_attended(const float* parts, const float2* stats, float* out, int pieces, int dim) {
+join_attended(const float* parts, const float2* stats, const float* gate, float* out, int pieces,
+              int dim, int apart) {
   extern __shared__ __align__(128) std::uint8_t shared[];
   float* weights = reinterpret_cast<float*>(shared);
   __shared__ float4 sums[JOINERS];
@@ -57,6 +60,9 @@ join_attended(const float* parts, const float2* stats, float* out, int pieces, i
   float4 part[AT_ONCE];
 #pragma unroll
   for (int i = 0; i < AT_ONCE; ++i) part[i] = own[min(group + i * groups, pieces - 1) * wide];
+  float4 gates{0, 0, 0, 0};
+  if (gate != nullptr && group == 0)
+    gates = reinterpret_cast<const float4*>(gate + static_cast<std::uint64_t>(row) * apart)[c];
   if (threadIdx.x < 32) {
     const float sum = weigh_pieces(weights, stats, pieces, threadIdx.x);
     if (threadIdx.x == 0) total = sum;
@@ -78,6 +84,9 @@ join_attended(const float* parts, const float2* stats, float* out, int pieces, i
 #pragma unroll 1
   for (int i = 1; i < groups; ++i) add_piece(sum, sums[i * wide + c], 1.0f);
   const float factor = reciprocal(total);
-  reinterpret_cast<float4*>(out)[row * wide + c] =
-      float4{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+  sum = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+  if (gate != nullptr)  // as attention_gate.cu has it
+    sum = {sum.x * sigmoid(gates.x), sum.y * sigmoid(gates.y), sum.z * sigmoid(gates.z),
+           sum.w * sigmoid(gates.w)};
+  reinterpret_cast<float4*>(out)[row * wide + c] = sum;
 }

@@ -6,6 +6,7 @@
 // Code is kept short where it runs once: a layer's kernels push each other's out of caches.
 // -D FORMAT of the three matrices; ROWS of a block of stream_down; TOKENS of a block.
 #include "attention_copies.cuh"
+#include "bell.cuh"
 #include "grid.cuh"
 #include "row_sums.cuh"
 #include "stream_share.cuh"
@@ -39,15 +40,24 @@ __device__ __forceinline__ void copy_whole(void* to, const void* from) {
 #endif
 }
 
+// `value`, for whose use others must have come: else the compiler waits for it before it asks for
+// them. none: 0, which it does not know.
+__device__ __forceinline__ float behind(float value, float one, float two, unsigned none) {
+  return __uint_as_float(__float_as_uint(value) |
+                         ((__float_as_uint(one) ^ __float_as_uint(two)) & none));
+}
+
 // Of a row PART columns from `at` on, and where their sum goes.
 struct Item {
   typename Eight<Format>::Raw raw[PART / EIGHT];
   int at, to;
 
-  __device__ __forceinline__ void read(const std::uint8_t* row, int low) {
+  // is_odd: see Eight
+  __device__ __forceinline__ void read(const std::uint8_t* block, bool is_odd, int low) {
 #pragma unroll
     for (int i = 0; i < PART / EIGHT; ++i)
-      if (IS_STAGED || at + EIGHT * i < low) raw[i] = Eight<Format>::read(row, at + EIGHT * i);
+      if (IS_STAGED || at + EIGHT * i < low)
+        raw[i] = Eight<Format>::found(Eight<Format>::ask(block, EIGHT * i, is_odd), is_odd);
   }
 };
 
@@ -95,12 +105,27 @@ __device__ __forceinline__ void stage_tiled(std::uint8_t* to, const std::uint8_t
   }
 }
 
-// A block's rows of `up`, those of a stream together, on their way to shared memory.
-__device__ __forceinline__ void stage_rows(std::uint8_t* to, const std::uint8_t* up, int row_size,
-                                           int first, int own, int width, bool is_tiled) {
+// A block's rows of `up`, those of a stream together, on their way to shared memory. From sm_90 on
+// that is a copy for each stream, where those are whole sixteens: then the bell tells.
+__device__ __forceinline__ bool stage_rows(std::uint8_t* to, const std::uint8_t* up, int row_size,
+                                           int first, int own, int width, bool is_tiled,
+                                           Bell* bell) {
   const int bytes = own * row_size;  // of a stream
   const bool is_whole = (bytes | row_size * first | row_size * width) % 16 == 0;
   const std::uint8_t* from = up + static_cast<long long>(first) * row_size;
+#if VP_ARCH >= 900
+  if (is_whole && !is_tiled) {
+    if (threadIdx.x == 0) {
+      make_bell(bell);
+      tell_bells();
+      expect(bell, STREAMS * bytes);
+#pragma unroll
+      for (int s = 0; s < STREAMS; ++s)
+        copy_whole(to + s * bytes, from + static_cast<long long>(s * width) * row_size, bytes, bell);
+    }
+    return true;
+  }
+#endif
 #pragma unroll 1
   for (int s = 0; s < STREAMS; ++s) {
     if (HAS_TILES<Format> && is_tiled)
@@ -116,6 +141,16 @@ __device__ __forceinline__ void stage_rows(std::uint8_t* to, const std::uint8_t*
     to += bytes, from += static_cast<long long>(width) * row_size;
   }
   commit_copies();
+  return false;
+}
+
+// The same rows are there; the block meets.
+__device__ __forceinline__ void await_rows(bool has_bell, Bell* bell) {
+  wait_for_copies<0>();
+  __syncthreads();
+#if VP_ARCH >= 900
+  if (has_bell) await_own(bell, true);
+#endif
 }
 
 // Of row `row` of both matrices that stream_down had, for a token.
@@ -133,40 +168,44 @@ __device__ __forceinline__ float sum_of_streams(const float* parts, int token, i
 
 using namespace voltapile;
 
-// grid: (rows of both matrices / ROWS * S, tokens / TOKENS), width / 8 threads, eight columns each.
+// grid: ((low / ROWS + injects / ROWS) * S, tokens / TOKENS), width / 8 threads, eight columns each.
 // parts: [tokens][S][low + injects]: a stream's part of each row's product; factors: [tokens][S],
-// what its norm multiplies by.
+// what its norm multiplies by; inverse: 1 / width. Little is computed before weights are asked for,
+// since blocks often find room when the product before ends.
 // The bounds leave registers to the kernels beside it.
-extern "C" __global__ void __launch_bounds__(TOKENS == 1 ? 768 : 512, 1)
+extern "C" __global__ void __launch_bounds__(TOKENS == 1 ? 640 : 512, 1)
 stream_down(const float* x, const float* inject_before, const float* y_before, const float* norm,
             const std::uint8_t* down, const std::uint8_t* inject, float* parts, float* factors,
-            int tokens, int width, int low, int injects, float eps, int is_tiled) {
+            int tokens, int width, int low, int injects, float eps, float inverse, int is_tiled) {
   __shared__ float sums[PASS][16][SUMS];
   grid_launch();
-  const int stream = blockIdx.x % STREAMS, first = blockIdx.x / STREAMS * ROWS, all = low + injects;
+  const int stream = blockIdx.x % STREAMS, own_rows = blockIdx.x / STREAMS * ROWS;
+  const int of_down = (low + ROWS - 1) / ROWS * ROWS, all = low + injects;
+  const bool is_down = own_rows < of_down;
+  const int first = is_down ? own_rows : own_rows - of_down, count = is_down ? low : injects;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int column = EIGHT * threadIdx.x;
   const bool is_in = column < width;
   const int at = stream * width + (is_in ? column : 0);
-  typename Eight<Format>::Raw raw[ROWS];
   const int row_size = static_cast<int>(row_bytes<Format>(STREAMS * width));
-  const Lay lay = lay_of(HAS_TILES<Format> && is_tiled, CHUNK_BYTES, row_size);
+  const Lay lay = lay_of(HAS_TILES<Format> && is_tiled && is_down, CHUNK_BYTES, row_size);
+  const std::uint8_t* from = (is_down ? down : inject) + at / 256 * lay.chunk +
+                             at % 256 / Format::length * Format::bytes;
+  const bool is_odd = at / Format::length & 1;  // a row is whole words
+  typename Eight<Format>::Asked asked[ROWS];
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = min(first + r, all - 1);
-    const bool is_down = row < low;
-    const std::uint8_t* from =
-        is_down ? row_at(down, lay, row, row_size) + at / 256 * lay.chunk
-                : inject + (row - low) * row_size + at / 256 * CHUNK_BYTES;
-    raw[r] = Eight<Format>::read(from, at % 256);
+  for (int r = 0; r < ROWS; ++r) {  // row_at, in few instructions
+    const int row = min(first + r, count - 1);
+    const int there = row * lay.row + (row & ~15) * (row_size - lay.row);
+    asked[r] = Eight<Format>::ask(from + there, at % Format::length, is_odd);
   }
   float weight[EIGHT];
   eight_of(norm + at, weight);
 #pragma unroll
   for (int i = 0; i < EIGHT; ++i) weight[i] = is_in ? weight[i] : 0.0f;
-  const float inverse = 1.0f / width;
   const int first_token = blockIdx.y * TOKENS;
   const int end = TOKENS == 1 ? first_token + 1 : min(tokens, first_token + TOKENS);
+  const bool adds = y_before != nullptr;
   grid_wait();
 #pragma unroll 1
   for (int begin = first_token; begin < end; begin += PASS) {
@@ -177,14 +216,17 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
       squares[t] = 0.0f;
       if (t >= here) continue;
       const int token = begin + t;
-      eight_of(x + static_cast<long long>(token) * STREAMS * width + at, own[t]);
-      if (y_before != nullptr) {
-        float added[EIGHT];
-        eight_of(y_before + token * width + (at - stream * width), added);
-        const float share = share_of(inject_before[token * STREAMS + stream], STREAMS);
+      // Where nothing is to be added, nothing of the same is: without a branch all comes at once.
+      const float* from_x = x + static_cast<long long>(token) * STREAMS * width + at;
+      const float* more = adds ? y_before + token * width + (at - stream * width) : from_x;
+      float added[EIGHT];
+      eight_of(from_x, own[t]);
+      eight_of(more, added);
+      const float injected = *(adds ? inject_before + token * STREAMS + stream : from_x);
+      const float late = behind(injected, own[t][7], added[7], is_tiled >> 1);
+      const float share = share_of(late, STREAMS) * (adds ? 1.0f : 0.0f);
 #pragma unroll
-        for (int i = 0; i < EIGHT; ++i) own[t][i] = fmaf(share, added[i], own[t][i]);
-      }
+      for (int i = 0; i < EIGHT; ++i) own[t][i] = fmaf(share, added[i], own[t][i]);
 #pragma unroll
       for (int i = 0; i < EIGHT; ++i) {
         squares[t] = is_in ? fmaf(own[t][i], own[t][i], squares[t]) : 0.0f;
@@ -196,9 +238,10 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       float values[EIGHT];
-      Eight<Format>::renew(raw[r]);
-      Eight<Format>::values(raw[r], values);
-      const float factor = Eight<Format>::factor(raw[r]);
+      auto raw = Eight<Format>::found(asked[r], is_odd);
+      Eight<Format>::renew(raw);  // it is kept, and not what it unpacks to
+      Eight<Format>::values(raw, values);
+      const float factor = Eight<Format>::factor(raw);
 #pragma unroll
       for (int t = 0; t < PASS; ++t) {
         if (t >= here) continue;
@@ -226,9 +269,9 @@ stream_down(const float* x, const float* inject_before, const float* y_before, c
           if (w + n < warps) square += sums[i][w + n][ROWS], sum += sums[i][w + n][r];
       const float factor = inverse_root(fmaf(square, inverse, eps));
       const int place = (begin + i) * STREAMS + stream;
-      if (r < ROWS && first + r < all)
-        parts[static_cast<long long>(place) * all + first + r] = sum * factor;
-      if (first == 0 && r == ROWS) factors[place] = factor;
+      if (r < ROWS && first + r < count)
+        parts[static_cast<long long>(place) * all + (is_down ? 0 : low) + first + r] = sum * factor;
+      if (own_rows == 0 && r == ROWS) factors[place] = factor;
     }
   }
 }
@@ -249,62 +292,62 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
   const int begin = blockIdx.y * TOKENS, here = TOKENS == 1 ? 1 : min(TOKENS, tokens - begin);
   float* lows = reinterpret_cast<float*>(shared + staged_bytes);
   float* gates = lows + TOKENS * low;
-  if constexpr (IS_STAGED) stage_rows(shared, up, row_size, first, own, width, is_tiled);
-  // What this thread joins in the end, asked for early: one column of one token.
-  const bool joins = static_cast<int>(threadIdx.x) < here * own;
-  const Place mine(joins ? threadIdx.x : 0, own);
+  __shared__ Bell bell;
+  bool has_bell = false;
+  if constexpr (IS_STAGED)
+    has_bell = stage_rows(shared, up, row_size, first, own, width, is_tiled, &bell);
+  // What this thread joins in the end, asked for early: one column of one token. The last threads
+  // have less else to do.
+  const int joiner = blockDim.x - 1 - threadIdx.x;
+  const bool joins = joiner < here * own;
+  const Place mine(joins ? joiner : 0, own);
   const int column = first + mine.i, token = begin + mine.t, pieces = (low + PART - 1) / PART;
-  float weight[STREAMS];
+  float weight[STREAMS] = {};
+  if (joins)
 #pragma unroll
-  for (int s = 0; s < STREAMS; ++s) weight[s] = norm[s * width + column];
+    for (int s = 0; s < STREAMS; ++s) weight[s] = norm[s * width + column];
   const int items = rows * pieces;
   const auto find = [&](int i) {
     const int row = i % rows, piece = i / rows;
     const long long there = static_cast<long long>(row / own) * width + first + row % own;
     Item item;
     item.at = PART * piece, item.to = piece * TOKENS * rows + row;
-    item.read(IS_STAGED ? shared + row * row_size : up + there * row_size, low);
+    const int before = item.at / Format::length * Format::bytes, staged = row * row_size + before;
+    item.read(IS_STAGED ? shared + staged : up + there * row_size + before, staged & 2, low);
     return item;
   };
   Item kept[KEPT > 0 ? KEPT : 1];
   if constexpr (KEPT > 0) {
-    wait_for_copies<0>();
-    __syncthreads();
+    await_rows(has_bell, &bell);
 #pragma unroll
     for (int n = 0; n < KEPT; ++n)
       kept[n] = find(min(static_cast<int>(threadIdx.x + n * blockDim.x), items - 1));
   }
   grid_wait();
   float* streams = x + static_cast<long long>(token) * STREAMS * width + column;
-  const float added = y_before != nullptr ? y_before[token * width + column] : 0.0f;
-  float value[STREAMS], share[STREAMS], factor[STREAMS];
-#pragma unroll
-  for (int s = 0; s < STREAMS; ++s) {
-    value[s] = streams[s * width];
-    share[s] = y_before != nullptr ? inject_before[token * STREAMS + s] : 0.0f;
-    factor[s] = factors[token * STREAMS + s];
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < here * low; i += blockDim.x) {
-    const Place place(i, low);
-    const float sum = scale * sum_of_streams(parts, begin + place.t, all, place.i);
-    lows[i] = sum * sigmoid(sum);
-  }
-  if (blockIdx.x == 0)
-#pragma unroll 1
-    for (int i = threadIdx.x; i < here * injects; i += blockDim.x) {
-      const Place place(i, injects);
-      injected[begin * injects + i] = sum_of_streams(parts, begin + place.t, all, low + place.i);
-    }
-  if (y_before != nullptr) {
+  float added = 0.0f, value[STREAMS] = {}, share[STREAMS] = {}, factor[STREAMS] = {};
+  if (joins) {
+    if (y_before != nullptr) added = y_before[token * width + column];
 #pragma unroll
     for (int s = 0; s < STREAMS; ++s) {
-      value[s] = fmaf(share_of(share[s], STREAMS), added, value[s]);
-      if (joins) streams[s * width] = value[s];
+      value[s] = streams[s * width];
+      if (y_before != nullptr) share[s] = inject_before[token * STREAMS + s];
+      factor[s] = factors[token * STREAMS + s];
     }
   }
-  if constexpr (IS_STAGED && KEPT == 0) wait_for_copies<0>();
-  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < here * all; i += blockDim.x) {
+    const Place place(i, all);
+    const float sum = sum_of_streams(parts, begin + place.t, all, place.i), scaled = scale * sum;
+    if (place.i < low)
+      lows[place.t * low + place.i] = scaled * sigmoid(scaled);
+    else if (blockIdx.x == 0)
+      injected[(begin + place.t) * injects + place.i - low] = sum;
+  }
+  if constexpr (IS_STAGED && KEPT == 0)
+    await_rows(has_bell, &bell);
+  else
+    __syncthreads();
 #pragma unroll
   for (int n = 0; n < KEPT; ++n)
     multiply_item(kept[n], lows, low, here, gates + kept[n].to, rows);
@@ -313,11 +356,18 @@ stream_up(float* x, const float* inject_before, const float* y_before, const flo
     const Item item = find(i);
     multiply_item(item, lows, low, here, gates + item.to, rows);
   }
+  if (joins && y_before != nullptr) {
+#pragma unroll
+    for (int s = 0; s < STREAMS; ++s) {
+      value[s] = fmaf(share_of(share[s], STREAMS), added, value[s]);
+      streams[s * width] = value[s];
+    }
+  }
   __syncthreads();
   if (!joins) return;
   float mean = 0.0f, gate[STREAMS] = {};
   const float* own_gates = gates + mine.t * rows + mine.i;
-#pragma unroll 2
+#pragma unroll 5
   for (int piece = 0; piece < pieces; ++piece, own_gates += TOKENS * rows)
 #pragma unroll
     for (int s = 0; s < STREAMS; ++s) gate[s] += own_gates[s * own];

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from voltapile.kernels.cuda import attention as launcher
-from voltapile.kernels.cuda import heads, pages, rows
+from voltapile.kernels.cuda import heads, pages, rows, split
 from voltapile.kernels.cuda.launch import DeviceArray
 from voltapile.kernels.ops import Batch
 
@@ -216,7 +216,8 @@ def check_rope_store(
     dim: int = 64,
     tolerance: float = 0.0,
 ) -> None:
-    """heads.rope_store against the launchers that it stands for; weights: norms of q and k."""
+    """heads.rope_store against the launchers that it stands for; weights: norms of q and k. Queries
+    that lie beside gates are taken from there."""
     case = Case([(0, 62, 3), (1, 5, 1)], dim=dim, heads=6, kv_heads=2, types=types)
     worlds = [World(ops, put, case) for _ in range(2)]
     rng = np.random.default_rng(1)
@@ -227,6 +228,13 @@ def check_rope_store(
     once = heads.rope_store(
         *(ops, put(q), put(k), put(v), angles, layout, worlds[0].cache, batch, 0, 1e-6, weights)
     )
+    both = np.stack([q, -q]).reshape(2, 4, 6, dim).transpose(1, 2, 0, 3).reshape(4, -1)
+    late, gates = split.split_heads(ops, put(both), dim)
+    apart = heads.rope_store(
+        *(ops, late, put(k), put(v), angles, layout, worlds[0].cache, batch, 0, 1e-6, weights)
+    )
+    np.testing.assert_array_equal(ops.to_host(apart), ops.to_host(once).reshape(4, -1))
+    np.testing.assert_array_equal(ops.to_host(gates), -q)
     parts = [put(q), put(k)]
     for i, weight in enumerate(weights):
         if weight is not None:

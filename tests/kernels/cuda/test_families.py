@@ -382,6 +382,11 @@ def test_gates(plain: Any) -> None:
     first = plain.split_heads(plain.array(y), 7)
     for mine, theirs in zip(first, REF.split_heads(y, 7), strict=True):
         np.testing.assert_array_equal(plain.to_host(mine), theirs)
+    own, (_, late) = plain.array(x[:, :35]), plain.split_heads(plain.array(y), 7)
+    found, before = plain.gate_(own, late), len(plain.launched)
+    assert [each.function for each, _, _ in plain.launched[before - 1 :]] == ["gate_heads"]
+    expected = REF.gate_(x[:, :35].copy(), REF.split_heads(y, 7)[1])
+    np.testing.assert_allclose(plain.to_host(found), expected, rtol=2e-5, atol=1e-6)
 
 
 # --- states ---------------------------------------------------------------------------------

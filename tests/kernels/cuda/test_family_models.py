@@ -84,7 +84,9 @@ class Mixed(ReferenceFamilyOps):
             return self.twins[id(x)][0]
         if hasattr(x, "keys") and hasattr(x, "values"):
             return self.halves(x)
-        if isinstance(x, tuple) and all(isinstance(each, np.ndarray) for each in x):
+        if isinstance(x, tuple) and all(
+            isinstance(each, np.ndarray) or id(each) in self.twins for each in x
+        ):
             return tuple(self.own(each) for each in x)
         if isinstance(x, (DeltaWeights, NGramWeights, MixWeights, SharedExpert)):
             return replace(x, **{k: self.own(v) for k, v in vars(x).items()})

@@ -58,6 +58,15 @@ def test_sparse_attention(ops: Any, kv: str, head: int) -> None:  # noqa: F811
         right = REF.attention_to(expected, query, true_kv, batch, 0, map_, 0.2)
         tolerance = 2e-3 if kv == "f16" else 2e-2  # queries and shares are halves
         np.testing.assert_allclose(ops.to_host(ours), right, atol=tolerance)
+        both = normal(seed + 91, tokens, 8 * head)  # gates lie beside queries; or alone
+        _, late = ops.split_heads(ops.array(both), head)
+        gate = REF.split_heads(both, head)[1]
+        for own_gate in late, ops.array(gate):
+            gated = ops.attention_to(
+                chosen, ops.array(query), own_kv, there, 0, map_, 0.2, own_gate
+            )
+            opened = ops.to_host(ours) / (1 + np.exp(-gate))
+            np.testing.assert_allclose(ops.to_host(gated), opened, atol=1e-6, rtol=1e-5)
     assert INDEX_RING % block == 0
 
 
@@ -78,6 +87,30 @@ def test_keys_of_short_rows(ops: Any, block: int, launches: int) -> None:  # noq
         REF.index_store(truth, keys, theirs, rope, batch, 0, 1e-6)
         np.testing.assert_array_equal(ops.to_host(own.ring), truth.ring)
         np.testing.assert_allclose(ops.to_host(own.pooled), truth.pooled, atol=2e-6)
+
+
+@pytest.mark.parametrize(("dim", "pairs", "heads"), [(32, 8, 5), (72, 36, 2), (256, 32, 4)])
+def test_queries_and_keys_in_one_launch(
+    ops: Any,  # noqa: F811
+    dim: int,
+    pairs: int,
+    heads: int,
+) -> None:
+    block, pages = 4, np.array([[3, 1, 4]], np.int32)
+    norms = [weights_of(ops, normal(i, dim)) for i in (1, 2)]
+    rope = (10000.0 ** (-np.arange(pairs) / pairs)).astype(np.float32), 1.1
+    own, truth = (each.index_cache(6, PAGE, dim, block) for each in (ops, REF))
+    batch = batch_of([0] * 6, list(range(6)), pages=(pages,), generated=6, long_rows=0)
+    angles = REF.rope_angles(batch.positions, *rope)
+    q, keys, rest = normal(3, 6, heads * dim), normal(4, 6, dim), (0, 1e-6)
+    made, before = (ops.array(q), ops.array(keys)), len(ops.launched)
+    mine, theirs = zip(*norms, strict=True)
+    found = ops.index_heads(own, made, mine, ops.array(angles), rope, device(ops, batch), *rest)
+    assert len(ops.launched) - before == 1
+    expected = REF.index_heads(truth, (q.copy(), keys), theirs, angles, rope, batch, *rest)
+    np.testing.assert_allclose(ops.to_host(found), expected, atol=1e-5)
+    np.testing.assert_array_equal(ops.to_host(own.ring), truth.ring)
+    np.testing.assert_allclose(ops.to_host(own.pooled), truth.pooled, atol=3e-6)
 
 
 @pytest.mark.parametrize(
