@@ -31,28 +31,18 @@ struct View {
   __device__ __forceinline__ Pieces pieces(int group) const {
     return all.after(Seats::ROW * ROOM * (group / 2) + 64 * (group % 2));
   }
-  // Of the lane's token of eight, its unit.
-  __device__ __forceinline__ Unit unit(int group, int pass) const {
-    const int row = lane & 7, piece = 16 * ((lane >> 3) ^ row);
-    const int own = Seats::ROW * row + (group % 2 ? piece ^ 64 : piece);
-    return matrices(own + Seats::ROW * (ROOM * (group / 2) + 8 * pass));
-  }
-  // The same of sums, of two times eight tokens.
+  // Of two times eight tokens, sums as mma_16816 wants them.
   __device__ __forceinline__ Unit pairs(int two) const {
     const int own = 16 * (lane >> 3 & 1) + 256 * (lane >> 4) + 32 * (lane & 7);
-    return matrices(own + Seats::sums(ROOM) + 512 * two);
+    const std::uint8_t* place = memory + Seats::sums(ROOM) + own + 512 * two;
+    Unit found;
+    load_matrices(found.r, reinterpret_cast<const std::uint16_t*>(place));
+    return found;
   }
   // Of the tokens of the lane's sums.
   __device__ __forceinline__ float2 scales(int pass) const {
     const std::uint8_t* own = memory + Seats::scales(ROOM) + 8 * (lane & 3);
     return *reinterpret_cast<const float2*>(own + 32 * pass);
-  }
-
- private:
-  __device__ __forceinline__ Unit matrices(int own) const {
-    Unit found;
-    load_matrices(found.r, reinterpret_cast<const std::uint16_t*>(memory + own));
-    return found;
   }
 };
 

@@ -1,4 +1,5 @@
-// The one interface to tensor cores: 16 rows of weights times 8 tokens, fp16 in, fp32 out.
+// The interface to tensor cores: 16 rows of weights times 8 tokens, fp16 in, fp32 out. Four warps
+// together have another (warpgroup.cuh).
 //
 // Columns come in groups of 32. A *unit* p (0..3) of a group is its columns 4p..4p+3 and
 // 16+4p..16+4p+3: four registers of two halves, of which registers 0, 1 belong to the first 16

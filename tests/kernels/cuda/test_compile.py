@@ -55,6 +55,20 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert "gather is not kept: " in caplog.text
 
 
+def test_code_is_for_one_card_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its own instructions are wanted; what goes by PTX runs anywhere."""
+    asked: list[str] = []
+
+    def compile_source(_name: str, _text: str, _flags: list[str], arch: str) -> tuple[bytes, str]:
+        asked.append(arch)
+        return b"", ""
+
+    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+    for arch in ("sm_80", "sm_90", "sm_100", "compute_70"):
+        compiler.compile_instance(GATHER, arch, tmp_path)
+    assert asked == ["sm_80", "sm_90a", "sm_100", "compute_70"]
+
+
 def test_what_changes_code_changes_its_name() -> None:
     names = {
         compiler.digest(GATHER, "sm_70"),

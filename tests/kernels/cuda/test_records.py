@@ -19,15 +19,18 @@ pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 
 @pytest.mark.parametrize("pair", [("Q6_K", "Q6_K"), ("Q4_K", "Q8_0"), ("Q5_K", "Q6_K")])
 @pytest.mark.parametrize("columns", [768, 4352])
-def test_a_late_norm_is_made_on_the_way(folder: Path, pair: tuple[str, str], columns: int) -> None:
+@pytest.mark.parametrize("seating", [records.NONE, records.Seating(6, 16)], ids=["", "seated"])
+def test_a_late_norm_is_made_on_the_way(
+    folder: Path, pair: tuple[str, str], columns: int, seating: records.Seating
+) -> None:
     ops = ops_of(90, folder)
     gain, x = vector(ops, columns, 2), residual(ops, 11, columns)
     found = []
     for first in (rows.rms_norm(ops, x, gain, EPS), norms.LateNorms().norm(ops, x, gain, EPS)):
         names(ops)
-        made = records.made(ops, first, pair, has_both=True)
+        made = records.made(ops, first, pair, has_both=True, seating=seating)
         assert names(ops) == ["norm_tokens" if found else "stage_tokens"]
-        each = [written(ops, *one, first) for one in zip(made, pair, strict=True)]
+        each = [written(ops, *one, first, seating) for one in zip(made, pair, strict=True)]
         found.append((*each, ops.to_host(first)))
         assert norms.late_norm(first) is None
     for one, two in zip(*found, strict=True):
@@ -35,13 +38,18 @@ def test_a_late_norm_is_made_on_the_way(folder: Path, pair: tuple[str, str], col
     assert names(ops) == []  # the normed rows are there
 
 
-def written(ops: EmulatedOps, place: int, name: str, x: DeviceArray) -> np.ndarray:
-    """What is written of records: halves, sums where the format has offsets, a scale."""
+def written(
+    ops: EmulatedOps, place: int, name: str, x: DeviceArray, seating: records.Seating
+) -> np.ndarray:
+    """What is written of records: halves, sums where the format has offsets, a scale. Of seated
+    ones all, for what nobody writes is as scratch was."""
     if name not in records.FORMATS:
         assert place == 0
         return np.zeros(0, np.uint8)
-    nbytes = records.NONE.record_bytes(name, x.shape[1], len(x))
+    nbytes = seating.record_bytes(name, x.shape[1], len(x))
     parts = ops.to_host(DeviceArray(place, (nbytes // 576, 576), np.uint8))
+    if seating.seats:
+        return parts
     kept = slice(512, 544) if CHUNKS[name].has_offset else slice(0)
     return np.concatenate([parts[:, :512], parts[:, kept], parts[:, 544:548]], axis=1)
 
