@@ -235,8 +235,7 @@ def _glu_of_two_kinds(
 
 
 def _launches(products: list[Product]) -> list[list[Product]]:
-    """As few launches as formats allow, at most three matrices in each. What is no whole tiles is
-    apart from what is, which can be streamed."""
+    """As few as formats allow, of three matrices at most. What is streamed, whole tiles, is apart."""
     waiting, launches = list(products), []
     while waiting:
         first = waiting.pop(0)

@@ -4,8 +4,8 @@
 
 using namespace voltapile;
 
-// grid: (width / 256, tokens). y: [tokens][width], heads of `dim` *= sigmoid(gate); of a head's gate
-// to the next are `apart` values.
+// grid: (width / 256, tokens). y: [tokens][width], heads of `dim` *= sigmoid(gate); from a head's
+// gate to the next are `apart` values.
 extern "C" __global__ void gate_heads(float* y, const float* gate, int width, int dim, int apart) {
   grid_launch();
   grid_wait();

@@ -57,7 +57,8 @@ using namespace voltapile;
 // come from q_from, q_step values from each other, which may be q.
 extern "C" __global__ void __launch_bounds__(128)
 rope_store(float* q, const float* q_from, int q_step, const float* k, const float* v,
-           const float* q_norm, const float* k_norm, const float* angles, unsigned char* keys, unsigned char* values, const int* table,
+           const float* q_norm, const float* k_norm, const float* angles, unsigned char* keys,
+           unsigned char* values, const int* table,
            const int* slots, const int* positions, int heads, int kv_heads, int key_dim,
            int value_dim, int pairs, int apart, float eps, int width, int pages, int key_kind,
            int value_kind) {

@@ -12,7 +12,7 @@
 // matrices whose bit in `others` is set. A cluster takes `units` of a format, and the first `more`
 // another one: a tile, or a gate's and its up's. boxes: 2 where a tile's sums may arrive while
 // those of the one before are read, else 1. owners: warps that ever have a tile. by_crew, by_most:
-// matmul_crew.cuh. records: of each turn, Seats of each chunk (matmul_order.cuh). -D FORMAT, OTHER;
+// matmul_crew.cuh. records: of each turn, of each chunk in CrowdOrder. -D FORMAT, OTHER;
 // SPLIT and WARPS, both CLASSES; CREW, the most warps, of which there are a multiple of four; MANY
 // 2 or 4; TILES 1.
 #include "grid.cuh"

@@ -178,7 +178,7 @@ template <class F>
 struct Memory {
   using M = CrewMemory<F>;
   std::uint8_t* tokens;  // first, for they want a multiple of 1024 bytes
-  Pieces first;
+  Descriptor first;
   Bell* bells;  // [2][CREW] of sums, [crew][depth] of rings, then one of each chunk's tokens
   int box_floats, ring_bells;
   float* boxes;
@@ -187,7 +187,7 @@ struct Memory {
   // most: chunks of a class.
   __device__ __forceinline__ Memory(const Launch& all, std::uint8_t* shared, int most)
       : tokens(shared),
-        first(Pieces(shared).kept()),
+        first(Descriptor(shared).kept()),
         bells(reinterpret_cast<Bell*>(shared + most * M::SLOT)),
         box_floats(all.owners * LETTER),
         ring_bells(all.crew * all.depth) {
@@ -212,7 +212,7 @@ struct Memory {
   __device__ __forceinline__ typename M::Staged slot(int n) const {
     return typename M::Staged(tokens + n * M::SLOT, ROOM);
   }
-  __device__ __forceinline__ Pieces pieces(int n) const { return first.after(n * M::SLOT); }
+  __device__ __forceinline__ Descriptor pieces(int n) const { return first.after(n * M::SLOT); }
 };
 
 }  // namespace voltapile

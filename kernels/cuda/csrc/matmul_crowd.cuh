@@ -21,27 +21,27 @@ struct Dense {
   }
 };
 
-// What a lane reads of tokens in the order of Seats.
+// What a lane reads of tokens in the order of CrowdOrder.
 struct View {
   static constexpr int ROOM = 8 * PASSES;
   const std::uint8_t* memory;
-  Pieces all;
+  Descriptor all;
   int lane;
 
-  __device__ __forceinline__ Pieces pieces(int group) const {
-    return all.after(Seats::ROW * ROOM * (group / 2) + 64 * (group % 2));
+  __device__ __forceinline__ Descriptor pieces(int group) const {
+    return all.after(CrowdOrder::ROW * ROOM * (group / 2) + 64 * (group % 2));
   }
   // Of two times eight tokens, sums as mma_16816 wants them.
   __device__ __forceinline__ Unit pairs(int two) const {
     const int own = 16 * (lane >> 3 & 1) + 256 * (lane >> 4) + 32 * (lane & 7);
-    const std::uint8_t* place = memory + Seats::sums(ROOM) + own + 512 * two;
+    const std::uint8_t* place = memory + CrowdOrder::sums(ROOM) + own + 512 * two;
     Unit found;
     load_matrices(found.r, reinterpret_cast<const std::uint16_t*>(place));
     return found;
   }
   // Of the tokens of the lane's sums.
   __device__ __forceinline__ float2 scales(int pass) const {
-    const std::uint8_t* own = memory + Seats::scales(ROOM) + 8 * (lane & 3);
+    const std::uint8_t* own = memory + CrowdOrder::scales(ROOM) + 8 * (lane & 3);
     return *reinterpret_cast<const float2*>(own + 32 * pass);
   }
 };
@@ -269,11 +269,11 @@ struct Crowd<formats::Q8_0> {
   }
 };
 
-// Tokens of a chunk: Seats, but those of formats that go through their Codec.
+// Tokens of a chunk: CrowdOrder, but those of formats that go through their Codec.
 template <class F>
 struct CrowdTokens {
   static constexpr bool IS_BLOCK = Order<F>::IS_BLOCK;
-  using Staged = typename Either<IS_BLOCK, BlockTokens<F, Seats>,
+  using Staged = typename Either<IS_BLOCK, BlockTokens<F, CrowdOrder>,
                                  typename ChunkMemory<F>::Staged>::type;
 };
 
@@ -282,7 +282,7 @@ struct CrowdTokens {
 template <class F>
 __device__ __forceinline__ void add_chunk(std::uint8_t* memory, int here, std::uint8_t* behind,
                                           const typename CrowdTokens<F>::Staged& tokens,
-                                          Pieces pieces, const Tile& tile, Sums& total) {
+                                          Descriptor pieces, const Tile& tile, Sums& total) {
   if constexpr (Order<F>::IS_BLOCK) {
     int at[Tile::ROWS];
 #pragma unroll

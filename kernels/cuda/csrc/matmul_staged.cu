@@ -1,5 +1,5 @@
-// Tokens as records for matmul_wide.cu and matmul_cluster.cu, once for all blocks, in global memory,
-// [chunk][token] of them, or of each turn of `room` tokens [chunk] Seats for `seats`. -D FORMAT and
+// Tokens as records for matmul_wide.cu and matmul_cluster.cu, once for all blocks, in memory:
+// [chunk][token] of them, or of each turn of `room` tokens [chunk] in CrowdOrder. -D FORMAT and
 // OTHER, which matmul_block.cuh knows; MANY 2; SEATED: whether they are seated.
 #include "grid.cuh"
 #include "matmul_chunk.cuh"
@@ -19,7 +19,7 @@ struct Target {
 };
 template <>
 struct Target<true> {
-  using Place = Seats;
+  using Place = CrowdOrder;
   long long offset;
   int room, own;
 

@@ -328,7 +328,8 @@ attend_to(const float* q, const unsigned char* keys, const unsigned char* values
   const int begin = heads[kv_head] + static_cast<int>(one - kv_head * parts) * ROWS;
   const int used = min(ROWS, heads[kv_head + 1] - begin), position = positions[t];
   const int *own = heads + kv_heads + 1 + begin, *pages_of = table + slots[t] * width;
-  const int whole = (position + 1) >> shift, chosen = min(min(whole, (width * PAGE) >> shift), most);
+  const int whole = (position + 1) >> shift;
+  const int chosen = min(min(whole, (width * PAGE) >> shift), most);
   const int count = position + 1 - ((whole - chosen) << shift);
   const int start = own_piece * piece, end = pieces == 1 ? count : min(start + piece, count);
   const int first = start >> shift, last = ((pieces == 1 ? count : start + piece) - 1) >> shift;

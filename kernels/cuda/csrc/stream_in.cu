@@ -121,7 +121,8 @@ __device__ __forceinline__ bool stage_rows(std::uint8_t* to, const std::uint8_t*
       expect(bell, STREAMS * bytes);
 #pragma unroll
       for (int s = 0; s < STREAMS; ++s)
-        copy_whole(to + s * bytes, from + static_cast<long long>(s * width) * row_size, bytes, bell);
+        copy_whole(to + s * bytes, from + static_cast<long long>(s * width) * row_size, bytes,
+                   bell);
     }
     return true;
   }
@@ -168,7 +169,7 @@ __device__ __forceinline__ float sum_of_streams(const float* parts, int token, i
 
 using namespace voltapile;
 
-// grid: ((low / ROWS + injects / ROWS) * S, tokens / TOKENS), width / 8 threads, eight columns each.
+// grid: ((low / ROWS + injects / ROWS) * S, tokens / TOKENS), width / 8 threads of eight columns.
 // parts: [tokens][S][low + injects]: a stream's part of each row's product; factors: [tokens][S],
 // what its norm multiplies by; inverse: 1 / width. Little is computed before weights are asked for,
 // since blocks often find room when the product before ends.

@@ -16,12 +16,12 @@ constexpr int GROUP_WARPS = 4;
 using Sums = float[PASSES][Tile::VALUES];
 
 #ifndef VP_EMULATION
-// Where tokens lie for 16 columns: 32 bytes of rows of 128, from a row whose number divides by eight
-// on, whose place divides by 1024. In rows pieces of 16 bytes are exchanged as Seats has them.
-struct Pieces {
+// Where tokens lie for 16 columns: 32 bytes of rows of 128, from a row on whose number divides by
+// eight, whose place divides by 1024. In rows pieces of 16 bytes are exchanged, as in CrowdOrder.
+struct Descriptor {
   std::uint64_t bits;
 
-  __device__ __forceinline__ explicit Pieces(const std::uint8_t* memory) {
+  __device__ __forceinline__ explicit Descriptor(const std::uint8_t* memory) {
     unsigned at;  // so that the compiler computes with 32 bits
     asm("{ .reg .u64 p; cvta.to.shared.u64 p, %1; cvt.u32.u64 %0, p; }" : "=r"(at) : "l"(memory));
     // From bit 24 on is the block's number in its cluster.
@@ -29,14 +29,14 @@ struct Pieces {
     bits = (at & 0x3ffff) >> 4 | std::uint64_t{EIGHT_ROWS | IS_EXCHANGED} << 32;
   }
   // bytes: a multiple of 16.
-  __device__ __forceinline__ Pieces after(int bytes) const {
-    Pieces found = *this;
+  __device__ __forceinline__ Descriptor after(int bytes) const {
+    Descriptor found = *this;
     found.bits += bytes >> 4;
     return found;
   }
   // The same, which is not computed again.
-  __device__ __forceinline__ Pieces kept() const {
-    Pieces found = *this;
+  __device__ __forceinline__ Descriptor kept() const {
+    Descriptor found = *this;
     found.bits = __shfl_sync(~0u, static_cast<unsigned>(bits), 0) | bits >> 32 << 32;
     return found;
   }
@@ -58,7 +58,7 @@ __device__ __forceinline__ void commit_products() {
 // c = a b, or c += a b if ADDS, over 16 columns; a as mma_16816 takes it.
 template <bool ADDS>
 __device__ __forceinline__ void multiply_together(float (&c)[2][4], unsigned a0, unsigned a1,
-                                                  unsigned a2, unsigned a3, Pieces b) {
+                                                  unsigned a2, unsigned a3, Descriptor b) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_together(float (&c)[2][4], unsigned a0,
 }
 template <bool ADDS>
 __device__ __forceinline__ void multiply_together(float (&c)[4][4], unsigned a0, unsigned a1,
-                                                  unsigned a2, unsigned a3, Pieces b) {
+                                                  unsigned a2, unsigned a3, Descriptor b) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
@@ -104,7 +104,7 @@ __device__ __forceinline__ void await_products(float (&c)[4][4]) {
 
 // Of a group of 32 columns, as Tile::multiply makes them in two steps. a: of a lane's two rows.
 template <bool ADDS>
-__device__ __forceinline__ void multiply_group(Sums& c, const Unit (&a)[2], Pieces b) {
+__device__ __forceinline__ void multiply_group(Sums& c, const Unit (&a)[2], Descriptor b) {
   multiply_together<ADDS>(c, a[0].r[0], a[1].r[0], a[0].r[1], a[1].r[1], b);
   multiply_together<true>(c, a[0].r[2], a[1].r[2], a[0].r[3], a[1].r[3], b.after(32));
 }

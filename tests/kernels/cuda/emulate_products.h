@@ -67,11 +67,11 @@ inline void mma_16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsi
 // wgmma m64nNk16 with A in registers: of each of four warps as m16n8k16. B (K major, swizzled by 128
 // bytes) has rows n of 128 bytes, of whose addresses bits 4 to 6 are changed by bits 7 to 9. Sums
 // come when they are waited for, and till then are NaNs. All four warps must come, with the same B.
-struct Pieces {
+struct Descriptor {
   const std::uint8_t* at;
-  explicit Pieces(const std::uint8_t* at) : at(at) {}
-  Pieces after(int bytes) const { return Pieces(at + bytes); }
-  Pieces kept() const { return *this; }
+  explicit Descriptor(const std::uint8_t* at) : at(at) {}
+  Descriptor after(int bytes) const { return Descriptor(at + bytes); }
+  Descriptor kept() const { return *this; }
   float value(int k, int n) const {
     auto place = reinterpret_cast<std::uintptr_t>(at) + n / 8 * 1024 + n % 8 * 128 + 2 * k;
     place ^= (place >> 7 & 7) << 4;
@@ -90,7 +90,7 @@ struct Group {
   const std::uint8_t* at[2][4];
 };
 inline Group groups[emulation::MOST_THREADS / 128];
-inline void meet(Pieces b) {
+inline void meet(Descriptor b) {
   if (blockDim.x % 128 || reinterpret_cast<std::uintptr_t>(b.at) % 16) abort();
   Group& own = groups[emulation::current / 128];
   auto& at = own.at[own.barrier.generation & 1];
@@ -109,7 +109,7 @@ void begin_products(T&) {
 inline void commit_products() {}
 template <bool ADDS, int PASSES>
 void multiply_together(float (&c)[PASSES][4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                       Pieces b) {
+                       Descriptor b) {
   together::meet(b);
   together::Made& own = together::made[emulation::current];
   if (!own.is_begun || (own.at && (!ADDS || own.at != c[0]))) abort();
