@@ -14,7 +14,7 @@
 namespace voltapile {
 
 #if VP_ARCH >= 800
-constexpr int MOST_TOKENS = 4, MOST_DEPTH = 4;
+constexpr int MOST_TOKENS = 4, MOST_DEPTH = HAS_BELLS ? 6 : 4;
 
 // What Strip makes: of each chunk [token of `room`][16 rows], tile after tile.
 struct Sums {
