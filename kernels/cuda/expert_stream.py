@@ -19,7 +19,7 @@ from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher, Line
 from voltapile.kernels.cuda.spread import spread
 from voltapile.shm.formats import row_bytes
 
-ARCH = 80  # from which on
+ARCH, BELLS_FROM = 80, 90  # from which on
 MOST_TOKENS = 4  # of a block
 # Bytes of a token's chunk in whole numbers: csrc/expert_tokens.cuh.
 SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 576, "Q5_1": 576, "Q8_0": 576}
@@ -28,9 +28,12 @@ ONE_WARPS = 8  # of a block of expert_up_stream for one token, of which a multip
 # Bytes of a warp's ring, most: of expert_up_stream the first with which a block of
 # expert_down_stream fits beside three of these, so that its weights come next.
 UP_RINGS, PARTS_RING = (11264, 6912), 6912
-DEPTHS = range(2, 5)  # of a ring: csrc/expert_strip.cuh
+ONE_RING = 13824  # the same of one token from sm_90 on: more than four chunks need its bells
+DEPTHS = range(2, 7)  # of a ring: csrc/expert_strip.cuh
 BESIDE = 3  # blocks of expert_up_stream
-DOWN_WARPS = 18, 24  # of a block, most: with an expert that all take, without
+# Of a block, most, with an expert that all take and without: where there is one block of each
+# multiprocessor at most; where they share.
+DOWN_WARPS, DOWN_SHARING = (18, 24), 12
 # Bytes of shared memory that sources name, most, and that the hardware takes of a block.
 NAMED, UP_NAMED, RESERVED = 1024, 128, 1024
 STRIP = 8  # tiles of 16 rows of a block of expert_parts
@@ -87,13 +90,16 @@ INSTANCES = [*UP.values(), *ONE.values(), *DOWN.values(), *PARTS.values(), *PUSH
 
 @dataclass(frozen=True)
 class Way:
-    """How expert_up_stream is launched: tokens and units of 16 rows of a block, bytes of a warp's
-    ring and of a block."""
+    """How expert_up_stream is launched: tokens and units of 16 rows of a block, its grid but for
+    pairs of a token and an expert; bytes of a warp's ring and of a block."""
 
     instances: dict[tuple[tuple[str, str], bool], Instance]
     warps: int
     room: int
     units: int
+    other_units: int
+    columns: int
+    turns: int
     ring: int
     nbytes: int
 
@@ -123,6 +129,11 @@ class Layer:
     def shared_columns(self) -> int:
         """Of its down matrix."""
         return 0 if self.shared is None else self.shared.down.shape[1]
+
+    @property
+    def others(self) -> int:
+        """Units of 16 rows of its gate."""
+        return 0 if self.shared is None else self.shared.gate.shape[0] // 16
 
     @property
     def down_tiled(self) -> tuple[bool, bool]:
@@ -159,56 +170,79 @@ class Layer:
             for name, first, least in zip(self.up_pair, before, places, strict=True)
         )
 
-    def one_bytes(self, units: int, ring: int) -> int:
+    def one_bytes(self, units: tuple[int, int], ring: int) -> int:
         """As up_bytes, of one token: places lie behind what comes."""
         columns = self.table.gate.shape[2]
         before = 16 * self.table.count, _whole(4 * _chunks(columns)) * (not self.is_alone)
         return max(
-            first + _strip_bytes(name, columns, 1, 2 * units, ONE_WARPS, ring)
-            for name, first in zip(self.up_pair, before, strict=True)
+            first + _strip_bytes(name, columns, 1, 2 * count, ONE_WARPS, ring)
+            for name, count, first in zip(self.up_pair, units, before, strict=True)
         )
 
-    def up_ring(self, nbytes: Callable[[int], int], blocks: int, used: int, most: int) -> int:
-        """Bytes of a warp's ring. nbytes: of a block with such rings."""
-        for ring in UP_RINGS[:-1]:
-            beside = blocks * (nbytes(ring) + UP_NAMED + RESERVED)
-            if beside + self.down_bytes(used) + NAMED <= most:
+    def up_ring(
+        self, rings: tuple[int, ...], nbytes: Callable[[int], int], beside: int, most: int
+    ) -> int:
+        """Bytes of a warp's ring. nbytes: of all blocks with such rings; beside: of others."""
+        for ring in rings[:-1]:
+            if nbytes(ring) + beside <= most:
                 return ring
-        return UP_RINGS[-1]
+        return rings[-1]
 
     def up_way(self, tokens: int, used: int, ops: Launcher) -> Way:
-        most, total = max_shared(ops.arch), self.table.gate.shape[1] // 16
-        other = 0 if self.shared is None else self.shared.gate.shape[0] // 16
-        if tokens == 1:  # as many units as make one block of each multiprocessor
-            for units in range(1, total + 1):
-                blocks = used * _groups(total, units) + _groups(other, units)
-                if blocks <= ops.multiprocessors:
-                    break
-            ring = self.up_ring(lambda ring: self.one_bytes(units, ring), 1, used, most)
-            nbytes = self.one_bytes(units, ring)
-            nbytes += spread(ops, blocks, nbytes)
-            if nbytes + UP_NAMED <= most:
-                return Way(ONE, ONE_WARPS, 1, units, ring, nbytes)
-        units = 1 if tokens <= FEW else UNITS
+        if tokens == 1 and (way := self.one_way(used, ops)) is not None:
+            return way
+        units, most = 1 if tokens <= FEW else UNITS, max_shared(ops.arch)
         room = _room(lambda room: self.up_bytes(room, units, UP_RINGS[-1]), tokens, ops.arch)
-        ring = self.up_ring(lambda ring: self.up_bytes(room, units, ring), BESIDE, used, most)
-        return Way(UP, UP_WARPS, room, units, ring, self.up_bytes(room, units, ring))
+        ring = self.up_ring(
+            UP_RINGS,
+            lambda ring: BESIDE * (self.up_bytes(room, units, ring) + UP_NAMED + RESERVED),
+            self.down_bytes(used) + NAMED,
+            most,
+        )
+        columns = _groups(max(self.table.gate.shape[1], 16 * self.others), 16 * units)
+        turns = 0 if self.is_alone else _groups(tokens, room)
+        nbytes = self.up_bytes(room, units, ring)
+        return Way(UP, UP_WARPS, room, units, units, columns, turns, ring, nbytes)
+
+    def one_way(self, used: int, ops: Launcher) -> Way | None:
+        """Of one token: as many units as make one block of each multiprocessor."""
+        most, total = max_shared(ops.arch), self.table.gate.shape[1] // 16
+        rows = used + (not self.is_alone)
+        for units in range(1, total + 1):
+            if (columns := _groups(total, units)) * rows <= ops.multiprocessors:
+                break
+        turns = 0
+        if self.others:  # as many as find room, but none that has nothing to do
+            most_turns = ops.multiprocessors // columns - used
+            turns = max(1, min(most_turns, _groups(self.others, columns)))
+        others = _groups(self.others, columns * max(1, turns))
+        rings = (ONE_RING, *UP_RINGS) if ops.arch >= BELLS_FROM else UP_RINGS
+        ring = self.up_ring(
+            rings,
+            lambda ring: self.one_bytes((units, others), ring) + UP_NAMED + RESERVED,
+            self.down_bytes(used) + NAMED,
+            most,
+        )
+        nbytes = self.one_bytes((units, others), ring)
+        nbytes += spread(ops, columns * (used + turns), nbytes)
+        if nbytes + UP_NAMED > most:
+            return None
+        return Way(ONE, ONE_WARPS, 1, units, others, columns, turns, ring, nbytes)
 
     def down_items(self, used: int) -> int:
         return used * _chunks(self.table.down.shape[2]) + _chunks(self.shared_columns)
 
-    def down_warps(self, used: int, tokens: int) -> int:
-        items = self.down_items(used)
-        # Each with as many items; four add up.
-        most = DOWN_WARPS[self.is_alone] // (1 if tokens == 1 else 2)  # then blocks share
-        return max(4, _groups(items, _groups(items, most)))
+    def down_warps(self, used: int, shares: bool = False) -> int:
+        """Each with as many items; four add up. shares: multiprocessors have several blocks."""
+        items, most = self.down_items(used), DOWN_WARPS[self.is_alone]
+        return max(4, _groups(items, _groups(items, min(most, DOWN_SHARING) if shares else most)))
 
     def down_bytes(self, used: int) -> int:
         """Tiles, a token's chunk for each warp, items' sums."""
         own, other = self.down_pair
         tiles = used * 16 * row_bytes(own, self.table.down.shape[2])
         tiles += 16 * row_bytes(other, self.shared_columns) * (not self.is_alone)
-        slots = self.down_warps(used, 1) * max(SLOTS[own], SLOTS[other])
+        slots = self.down_warps(used) * max(SLOTS[own], SLOTS[other])
         return tiles + slots + 64 * self.down_items(used)
 
     def parts_bytes(self, room: int) -> int:
@@ -273,20 +307,21 @@ def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inn
     depths = (np.int32(_depth(name, way.ring)) for name in layer.up_pair)
     inner, other = ops.scratch((chosen.size, rows)), None
     other_args: tuple[int, ...] = 0, 0, 0, 0
-    other_rows = turns = 0
+    other_rows = 0
     if (shared := layer.shared) is not None:
-        other_rows, turns = shared.gate.shape[0], _groups(tokens, way.room)
+        other_rows = shared.gate.shape[0]
         assert shared.gate.shape == shared.up.shape == (other_rows, columns), shared
         other = ops.scratch((tokens, other_rows))
         router = shared.router.ptr if shared.router is not None else 0
         other_args = shared.gate.ptr, shared.up.ptr, router, other.ptr
     numbers = tokens, chosen.shape[1], columns, rows, way.room, way.units
     ops.kernel(way.instances[layer.up_pair, layer.is_alone])(
-        (_groups(max(rows, other_rows), 16 * way.units), chosen.size + turns),
+        (way.columns, chosen.size + way.turns),
         32 * way.warps,
         (
             *(*layer.table.args, chosen.ptr, x.ptr, inner.ptr, *map(np.int32, numbers)),
             *(next(depths), *other_args, np.int32(other_rows), next(depths)),
+            np.int32(way.other_units),
         ),
         shared=way.nbytes,
     )
@@ -310,7 +345,7 @@ def _down(
     kind = DOWN[layer.down_pair, layer.is_alone]
     ops.kernel(PUSHING[kind] if line else kind)(
         (rows // 16, tokens),
-        32 * layer.down_warps(used, tokens),
+        32 * layer.down_warps(used, rows // 16 * tokens > ops.multiprocessors),
         (
             *(*layer.table.args, chosen.ptr, shares.ptr, inner[0].ptr, out.ptr),
             *(*map(np.int32, numbers), *layer.down_args(inner[1]), np.int32(layer.shared_columns)),

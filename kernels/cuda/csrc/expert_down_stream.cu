@@ -32,6 +32,7 @@ constexpr bool IS_ALONE = ALONE;
 using F = formats::FORMAT;
 using O = formats::OTHER;
 constexpr int MOST_USED = 32;
+constexpr bool IS_AHEAD = !IS_ALONE && !IS_K<F>;  // others have one chunk a warp, or no registers
 constexpr int SLOT =
     Chunks<O>::SLOT > Chunks<F>::SLOT ? Chunks<O>::SLOT : Chunks<F>::SLOT;
 
@@ -159,22 +160,38 @@ extern "C" __global__ void BOUNDS
     wait_for_copies<0>();
     __syncthreads();
   }
-#pragma unroll 1
-  while (item < all) {
+  // Whether there is one.
+  const auto load_next = [&] {
+    if ((item += warps) >= all) return false;
+    find();
+    held = load(is_other() ? others_inner : own_inner + here.ranks[tile] * k);
+    return true;
+  };
+  const auto put = [&] {
     if (is_other())
       WholeTokens<O>::put(slot, held, lane);
     else
       WholeTokens<F>::put(slot, held, lane);
+  };
+  const auto multiply = [&](int item, int tile, int chunk) {
     __syncwarp();
     hear(bells + tile, true);
-    if (is_other())
+    if (!IS_ALONE && item >= items)
       other_tile.multiply(other_memory, chunk, slot, kept + 16 * item, lane);
     else
       tiles.multiply(shared + tile * tiles.bytes, chunk, slot, kept + 16 * item, lane);
-    item += warps;
-    if (item >= all) break;
-    find();
-    held = load(is_other() ? others_inner : own_inner + here.ranks[tile] * k);
+  };
+#pragma unroll 1
+  while (item < all) {
+    put();
+    if constexpr (IS_AHEAD) {
+      const int own = item, own_tile = tile, own_chunk = chunk;
+      load_next();
+      multiply(own, own_tile, own_chunk);
+    } else {
+      multiply(item, tile, chunk);
+      if (!load_next()) break;
+    }
     __syncwarp();  // the token has been read
   }
   __syncthreads();

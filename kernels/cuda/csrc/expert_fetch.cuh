@@ -38,7 +38,8 @@ __device__ __forceinline__ void make_bells(Bell* bells, int count) {
 #endif
 }
 
-// A warp's places for pieces of SIZE bytes, taken in turn: `depth` of them, two to four.
+// A warp's places for pieces of SIZE bytes, taken in turn: `depth` of them, two to four, or from
+// sm_90 on any number.
 template <int SIZE>
 struct PieceRing {
   std::uint8_t* memory;

@@ -54,8 +54,8 @@ struct Units {
   int first, count, rows, k;
   Columns from;
 
-  __device__ __forceinline__ Units(int most, int rows, int k)
-      : first(blockIdx.x * most), count(max(0, min(most, rows / 16 - first))), rows(rows), k(k) {}
+  __device__ __forceinline__ Units(int block, int most, int rows, int k)
+      : first(block * most), count(max(0, min(most, rows / 16 - first))), rows(rows), k(k) {}
 
   // silu(gate x) * up x. source: as of Strip.
   template <class Format, class From>
@@ -84,21 +84,24 @@ struct Units {
 
 // grid: (rows / 16 / units, tokens * used + turns of `room` tokens of the expert that all take).
 // out: [tokens * used][rows]; other_out [tokens][other_rows], times a token's gate if there is one.
-// depth, other_depth: of rings. All matrices lie by tiles.
+// depth, other_depth: of rings. All matrices lie by tiles. Of one token the expert that all take has
+// blocks (.., used) on, with other_units each.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
     expert_up_stream(const Expert* table, int count, int first, const int* chosen, const float* x,
                      float* out, int tokens, int used, int k, int rows, int room, int units,
                      int depth, const std::uint8_t* other_gate, const std::uint8_t* other_up,
                      const float* other_weight, float* other_out, int other_rows,
-                     int other_depth) {
+                     int other_depth, int other_units) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
   __shared__ Seats seats;
   if (IS_ONE) tokens = room = 1;
   const int pairs = tokens * used, y = blockIdx.y;
   if (!IS_ALONE && y >= pairs) {
-    const int begin = (y - pairs) * room, chunks = Chunks<O>{k}.count();
-    Units all(units, other_rows, k);
+    // Of one token there are as many blocks as have found room, of other_units each.
+    const int begin = IS_ONE ? 0 : (y - pairs) * room, chunks = Chunks<O>{k}.count();
+    const int block = IS_ONE ? (y - pairs) * gridDim.x + blockIdx.x : blockIdx.x;
+    Units all(block, other_units, other_rows, k);
     all.from = {other_gate, other_up};
     const int own = all.count > 0 ? min(room, tokens - begin) : 0;
     if (other_weight != nullptr)
@@ -112,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
     all.make(strip, ring, own, source, other_out);
     return;
   }
-  Units all(units, rows, k);
+  Units all(blockIdx.x, units, rows, k);
   Strip<F> strip{2 * all.count, k, room, depth, shared};
   auto ring = strip.ring();
   // Of all experts that are here, gate and up; where tokens come, unless nobody meets before that.
