@@ -107,13 +107,6 @@ CHUNKS = {chunk.name: chunk for chunk in _ALL}
 REPACKED = {"NVFP4": "NVFP4_SCALED"}  # what becomes of a file's format at load
 
 
-def spread(arch: int, most: int) -> int:
-    """Bytes of shared memory to ask for so that no more than `most` blocks are on a multiprocessor:
-    else all of a small launch gather on the 12 that a product of clusters leaves, and wait for each
-    other, where others are free by the time that the product has ended."""
-    return max_shared(arch) // (most + 1) if arch >= 90 else 0
-
-
 def max_shared(arch: int) -> int:
     """Bytes of shared memory that a block may take."""
     return SHARED.get(arch, 99) << 10

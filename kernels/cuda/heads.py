@@ -6,10 +6,11 @@ Takes a Launcher and device arrays; knows neither cupy nor models.
 from __future__ import annotations
 
 import numpy as np
-from voltapile.kernels.cuda.chunks import spread
+from voltapile.kernels.cuda import clusters
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.pages import KINDS, LARGEST_DIM, CudaKv
 from voltapile.kernels.cuda.split import late_part
+from voltapile.kernels.cuda.spread import spread
 from voltapile.kernels.ops import Batch
 
 # By the longest head.
@@ -22,7 +23,6 @@ ROPE_STORE = {
 INSTANCES = list(ROPE_STORE.values())
 
 WARPS = 4  # of a block, and heads
-SPREAD = 9, 64  # tokens behind a product of clusters
 
 
 def rope_store(
@@ -56,8 +56,11 @@ def rope_store(
     kinds = KINDS[cache.key_type], KINDS[cache.value_type]
     pointers = angles, cache.keys, cache.values, table, batch.slots, batch.positions
     longest = min(each for each in ROPE_STORE if each >= max(dim, cache.value_dim))
+    blocks, shared = -(-(heads + 2 * cache.kv_heads) // WARPS), 4 * WARPS * longest
+    if tokens >= clusters.FROM:  # behind a product that leaves few multiprocessors
+        shared += spread(ops, blocks * tokens, shared)
     ops.kernel(ROPE_STORE[longest])(
-        (-(-(heads + 2 * cache.kv_heads) // WARPS), tokens),
+        (blocks, tokens),
         32 * WARPS,
         (
             *(q.ptr, came[0], np.int32(came[1]), k.ptr, v.ptr),
@@ -67,6 +70,6 @@ def rope_store(
             np.float32(eps),
             *map(np.int32, (table.shape[1], cache.pages, *kinds)),
         ),
-        max(4 * WARPS * longest, spread(ops.arch, 4) if SPREAD[0] <= tokens <= SPREAD[1] else 0),
+        shared,
     )
     return q

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from voltapile.kernels.cuda import stream
-from voltapile.kernels.cuda.chunks import CHUNKS, spread
+from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.norms import late_norm
+from voltapile.kernels.cuda.spread import spread
 
 FORMATS = [name for name, chunk in CHUNKS.items() if chunk.is_block]
 MIXED = [pair for pair in stream.MIXED if set(pair) <= set(FORMATS)]
@@ -80,13 +81,14 @@ def made(
             (tokens,),
             32 * (columns // COLUMNS),
             (norm.x.ptr, norm.weight.ptr, out, *places, *sizes, *numbers),
-            shared=spread(ops.arch, 1),
+            shared=spread(ops, tokens, 0),
         )
     else:
+        grid = -(-columns // (COLUMNS * CHUNKS_OF_A_BLOCK)), tokens * len(names)
         ops.kernel(STAGED[key])(
-            (-(-columns // (COLUMNS * CHUNKS_OF_A_BLOCK)), tokens * len(names)),
+            grid,
             32 * CHUNKS_OF_A_BLOCK,
             (x.ptr, *places, *sizes),
-            shared=spread(ops.arch, 2),
+            shared=spread(ops, grid[0] * grid[1], 0),
         )
     return found.get(pair[0], 0), found.get(pair[1], 0)
