@@ -16,8 +16,8 @@ constexpr int GROUP_WARPS = 4;
 using Sums = float[PASSES][Tile::VALUES];
 
 #ifndef VP_EMULATION
-// Where tokens lie for 16 columns: 32 bytes of rows of 128, from a row whose number divides by eight
-// on, whose place divides by 1024. In rows pieces of 16 bytes are exchanged as Seats has them.
+// Where tokens lie for 16 columns: 32 bytes of rows of 128, from a multiple of eight rows on, which
+// is one of 1024 bytes. In rows pieces of 16 bytes are exchanged as Seats has them.
 struct Pieces {
   std::uint64_t bits;
 
