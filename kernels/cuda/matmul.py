@@ -325,11 +325,10 @@ def _clusters(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     if deal is None:
         return False
     numbers = task.columns, task.tokens, deal.room, launch.epilogue, launch.others
-    seating = records.Seating(deal.room, 8 * deal.passes)
+    how = bool(launch.others), launch.is_only, records.Seating(deal.room, 8 * deal.passes)
     with ops.scope():
         own, other = 0, 0
         if late_norm(x) is not None or task.columns >= clusters.STAGED_FROM:
-            how = bool(launch.others), launch.is_only, seating
             own, other = records.made(ops, x, task.pair, *how)
         is_told = bool(own or other) and late_norm(x) is not None  # in records alone
         read = 0 if is_told else x.ptr

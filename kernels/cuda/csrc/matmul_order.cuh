@@ -110,9 +110,9 @@ struct Records {
 
 // The same as matmul_crowd.cuh wants them, for `room` tokens, 16 or 32, that come together, from a
 // multiple of 1024 bytes on:
-//   units   [4] pairs of groups of [room] rows of 8 pieces of 16 bytes: piece 4 odd + i has
-//           register i of the group's four units. In a row, piece c lies where c ^ row % 8
-//           would: as the tensor core reads them (warpgroup.cuh), and nobody meets a bank twice.
+//   units   [4] pairs of groups of [room] rows of 8 pieces of 16 bytes: piece 4 odd + i is made of
+//           register i of the group's four units. In a row, piece c lies where c ^ row % 8 would:
+//           as the tensor core reads them (warpgroup.cuh), and so that no bank is met twice.
 //   sums    [room][2][4]: of Q4_K pairs, then what they leave
 //   scales  [room]
 struct CrowdOrder {

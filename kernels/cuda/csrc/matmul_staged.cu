@@ -1,6 +1,6 @@
-// Tokens as records for matmul_wide.cu and matmul_cluster.cu, once for all blocks, in memory:
-// [chunk][token] of them, or of each turn of `room` tokens [chunk] in CrowdOrder. -D FORMAT and
-// OTHER, which matmul_block.cuh knows; MANY 2; SEATED: whether they are seated.
+// Tokens as records for matmul_wide.cu and matmul_cluster.cu, once for all blocks, in global
+// memory: [chunk][token] of them, or of each turn of `room` tokens [chunk] CrowdOrder for `seats`. -D
+// FORMAT and OTHER, which matmul_block.cuh knows; MANY 2; SEATED: whether they are seated.
 #include "grid.cuh"
 #include "matmul_chunk.cuh"
 #include "norm_row.cuh"
@@ -88,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_CHUNKS)
   constexpr bool IS_SAME = Equal<First, Second>::value;
   __shared__ float sums[MOST_CHUNKS];
   __shared__ float4 turned[MOST_CHUNKS][RUN / 4];
+  grid_launch();
   const int lane = threadIdx.x & 31, chunk = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int token = blockIdx.x, at = RUN * chunk + 8 * lane;
   const To place(chunk, k / RUN, token, tokens, room, seats);
@@ -104,7 +105,6 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_CHUNKS)
   if constexpr (Order<First>::APART != 4 || Order<Second>::APART != 4)
     own[2 * lane] = a, own[2 * lane + 1] = b;
   __syncthreads();
-  grid_launch();  // not before: products ask for 13 MB at once, and rows would wait behind them
   const float factor = norm_factor<MOST_CHUNKS>(sums, blockDim.x / 32, share, eps, lane);
   put_neighbours<First>(a, b, own, factor, records, place, lane);
   if (!IS_SAME) put_neighbours<Second>(a, b, own, factor, other_records, place, lane);

@@ -16,8 +16,8 @@ constexpr int GROUP_WARPS = 4;
 using Sums = float[PASSES][Tile::VALUES];
 
 #ifndef VP_EMULATION
-// Where tokens lie for 16 columns: 32 bytes of rows of 128, from a row on whose number divides by
-// eight, whose place divides by 1024. In rows pieces of 16 bytes are exchanged, as in CrowdOrder.
+// Where tokens lie for 16 columns: 32 bytes of rows of 128, from a multiple of eight rows on, which
+// is one of 1024 bytes. In rows pieces of 16 bytes are exchanged as CrowdOrder has them.
 struct Descriptor {
   std::uint64_t bits;
 

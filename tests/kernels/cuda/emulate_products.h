@@ -64,9 +64,10 @@ inline void mma_16816(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsi
   });
 }
 
-// wgmma m64nNk16 with A in registers: of each of four warps as m16n8k16. B (K major, swizzled by 128
-// bytes) has rows n of 128 bytes, of whose addresses bits 4 to 6 are changed by bits 7 to 9. Sums
-// come when they are waited for, and till then are NaNs. All four warps must come, with the same B.
+// wgmma m64nNk16 with A in registers: of each of four warps as m16n8k16. B (K major, swizzled by
+// 128 bytes) has rows n of 128 bytes, of whose addresses bits 4 to 6 are changed by bits 7 to 9.
+// Sums come when they are waited for, and till then are NaNs. All four warps must come, with the
+// same B.
 struct Descriptor {
   const std::uint8_t* at;
   explicit Descriptor(const std::uint8_t* at) : at(at) {}
