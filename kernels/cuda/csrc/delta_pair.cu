@@ -12,7 +12,6 @@ namespace voltapile {
 
 constexpr int HALF = DIM / 2, THREADS = DIM, OWN_WARPS = THREADS / 32;
 constexpr int PASSES = 2;  // of a block's columns, two for eight lanes in each
-constexpr int TURNS = (BATCH + OWN_WARPS - 1) / OWN_WARPS;  // in which warps end a head a token
 constexpr int KINDS = 3;  // channels of a thread: of a query, a key and, in half of them, a value
 constexpr int ENDED = PER_LANE / SPLIT;  // values of a head that a lane ends
 static_assert(SPLIT == 2 && DIM >= 64);
@@ -85,9 +84,9 @@ __device__ __forceinline__ void convolve(Channel (&own)[KINDS], const float* x,
     float y[KINDS];
 #pragma unroll
     for (int c = 0; c < KINDS; ++c) {
+      if (c == 2 && !has_value) continue;
       const float input = next[c];
-      if (i + 1 < count && (c < 2 || has_value))
-        next[c] = x[static_cast<long long>(i + 1) * channels + own[c].at];
+      if (i + 1 < count) next[c] = x[static_cast<long long>(i + 1) * channels + own[c].at];
       y[c] = own[c].go_on(input);
     }
     float(*sums)[OWN_WARPS] = sh.sums[i % 2];
@@ -212,23 +211,17 @@ delta_pair(const float* m, const float* z, const float* b_and_a, const void* tap
   const float own_rate = rate[head], own_dt = dt[head];
   grid_wait();
 
-  // Of this step's tokens, asked for early.
   const float* row = m + static_cast<long long>(first) * channels;
-  float next[KINDS], gates[TURNS][ENDED];
-#pragma unroll
-  for (int c = 0; c < KINDS; ++c) next[c] = row[own[c].at];
+  float gates[ENDED];
   const long long place = static_cast<long long>(first) * value_heads + head;
   const int gate = static_cast<int>(threadIdx.x) - (THREADS - BATCH);  // whose gates this sees to
-  const bool has_token = gate >= 0 && gate < length;
   const float* own_gates = b_and_a + 2 * (place - head + gate * value_heads) + head;
-  const float own_b = has_token ? own_gates[0] : 0.0f;
-  const float own_a = has_token ? own_gates[value_heads] : 0.0f;
+  const auto read_gates = [&](int i) {
+    const float* from = z + (place + i * value_heads) * DIM + rank * HALF + lane;
 #pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn)
-    if (const int i = turn * OWN_WARPS + warp; i < length)
-#pragma unroll
-      for (int n = 0; n < ENDED; ++n)
-        gates[turn][n] = z[(place + i * value_heads) * DIM + rank * HALF + 32 * n + lane];
+    for (int n = 0; n < ENDED; ++n) gates[n] = from[32 * n];
+  };
+  if (warp < length) read_gates(warp);
   const bool asks = threadIdx.x == THREADS - 1;
   const int found = position == 0 ? FRESH : min(noted_before, kept_before);
   if (found == FRESH)
@@ -236,17 +229,18 @@ delta_pair(const float* m, const float* z, const float* b_and_a, const void* tap
     for (int c = 0; c < KINDS; ++c)
 #pragma unroll
       for (int j = 0; j < PAST; ++j) own[c].past[j] = 0.0f;
-  unsigned key_ticket = 0, row_ticket = 0;
   // The tokens of the step before that stand, if any, then this step's: one code for both.
 #pragma unroll 1
   for (bool is_now = found <= 0, is_done = false; !is_done; is_done = is_now, is_now = true) {
     const Phase phase{is_now ? length : found, rank, is_now, found == FRESH, is_provisional != 0};
-    float b = own_b, a = own_a, inputs[KINDS] = {next[0], next[1], next[2]};
-    if (!is_now) {
-      const long long at = (logged_at + gate) * value_heads + head;
-      if (gate >= 0 && gate < found) b = b_log[at], a = a_log[at];
+    float b = 0.0f, a = 0.0f, inputs[KINDS];
+    const bool has_gates = gate >= 0 && gate < phase.count;
 #pragma unroll
-      for (int c = 0; c < KINDS; ++c) inputs[c] = log[own[c].at];
+    for (int c = 0; c < KINDS; ++c) inputs[c] = (is_now ? row : log)[own[c].at];
+    if (has_gates) {
+      const long long at = (logged_at + gate) * value_heads + head;
+      b = *(is_now ? own_gates : b_log + at);
+      a = *(is_now ? own_gates + value_heads : a_log + at);
     }
     if (is_now && found > 0) {
       __syncthreads();  // the tokens that stand are done with
@@ -258,18 +252,12 @@ delta_pair(const float* m, const float* z, const float* b_and_a, const void* tap
       }
     }
     if (is_now && is_provisional) put_past(sh, own);
-    if (gate >= 0 && gate < phase.count)
+    if (has_gates)
       sh.tokens[gate].gates.decay = decay_of(a, own_rate, own_dt),
       sh.tokens[gate].gates.rate = sigmoid(b);
     convolve(own, is_now ? row : log, inputs, phase.count, channels, sh, eps);
     if (!is_now || !is_provisional) put_past(sh, own);
     __syncthreads();
-    // The block has used what others read, too, and takes its tickets; answers come meanwhile.
-    if (is_now && asks) {
-      unsigned* own_tickets = tickets + blockIdx.y * (key_heads + 1);
-      key_ticket = atomicInc(own_tickets + key_head, sharers - 1);
-      row_ticket = atomicInc(own_tickets + key_heads, SPLIT * value_heads - 1);
-    }
     if (is_now == (found <= 0)) await_own(&sh.state_bell, true);
     if (is_now) {
       if (threadIdx.x == 0) expect(&sh.o_bell, length * HALF * static_cast<int>(sizeof(float)));
@@ -278,17 +266,25 @@ delta_pair(const float* m, const float* z, const float* b_and_a, const void* tap
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; ++pass) go_through(sh, matrix, phase, pass);
   }
+  // The block has used what others read, too, and takes its tickets; answers come meanwhile.
+  unsigned key_ticket = 0, row_ticket = 0;
+  if (asks) {
+    unsigned* own_tickets = tickets + blockIdx.y * (key_heads + 1);
+    key_ticket = atomicInc(own_tickets + key_head, sharers - 1);
+    row_ticket = atomicInc(own_tickets + key_heads, SPLIT * value_heads - 1);
+  }
+  __syncthreads();
+  await(&sh.o_bell, true);
+#pragma unroll 1
+  for (int i = warp; i < length; i += OWN_WARPS) {
+    if (i != warp) read_gates(i);
+    end_half(sh.o[i], norm, gates, y + (place + i * value_heads) * DIM, rank, is_sigmoid, eps);
+  }
   if (asks) {
     sh.is_last_of_key = key_ticket == sharers - 1u;
     sh.is_last_of_row = row_ticket == SPLIT * value_heads - 1u;
   }
   __syncthreads();
-  await(&sh.o_bell, true);
-#pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn)
-    if (const int i = turn * OWN_WARPS + warp; i < length)
-      end_half(sh.o[i], norm, gates[turn], y + (place + i * value_heads) * DIM, rank, is_sigmoid,
-               eps);
   const int noted = is_provisional ? length : 0;
 #pragma unroll
   for (int c = 0; c < KINDS; ++c) {
@@ -298,7 +294,7 @@ delta_pair(const float* m, const float* z, const float* b_and_a, const void* tap
   // The other block has read its gates, for it has told what it made of them.
   if (rank == 0 && gate >= 0 && gate < noted) {
     const long long to = (logged_at + gate) * value_heads + head;
-    b_log[to] = own_b, a_log[to] = own_a;
+    b_log[to] = own_gates[0], a_log[to] = own_gates[value_heads];
   }
   if (threadIdx.x == 0 && sh.is_last_of_row) logged[slot] = noted;
 #endif
