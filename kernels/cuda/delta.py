@@ -27,10 +27,19 @@ def _instances(function: str) -> dict[int, Instance]:
 
 CONV, STEP, END = (_instances(name) for name in ("delta_conv", "delta_step", "delta_end"))
 ROW = {dim: Instance("delta_row.cu", "delta_row", (("DIM", str(dim)),), waits=True) for dim in DIMS}
+# From sm_90 on: two blocks of a cluster for a head.
+PAIR_ARCH, SPLIT = 90, 2
+PAIR = {
+    dim: Instance(
+        "delta_pair.cu", "delta_pair", (("DIM", str(dim)), ("SPLIT", str(SPLIT))), waits=True
+    )
+    for dim in (64, 128)
+}
 CHUNK = {
     dim: Instance("delta_chunk.cu", "delta_chunk", (("DIM", str(dim)),), waits=True) for dim in DIMS
 }
 INSTANCES = [*CONV.values(), *STEP.values(), *END.values(), *ROW.values(), *CHUNK.values()]
+INSTANCES += PAIR.values()
 CHUNK_COLUMNS = 64  # of a head that a block of delta_chunk takes, or all
 CHUNK_ROWS = 4  # at once; a recorded step does not tell how many there will be
 MOST_TAPS = 4  # of a convolution
@@ -137,9 +146,11 @@ def _rows(ops: Launcher, call: _Call, tickets: DeviceArray) -> None:
     key_heads = ops.constant(np.asarray(shape.key_head_of, np.int32)), ops.constant(members)
     heads = shape.key_heads, shape.value_heads
     sizes = call.tokens, *heads, shape.kernel, call.tap_kind, call.is_sigmoid, call.is_provisional
-    ops.kernel(ROW[shape.dim])(
-        (shape.value_heads, call.most_rows),
-        4 * shape.dim,
+    is_pair = ops.arch >= PAIR_ARCH and shape.dim in PAIR
+    each, threads = (SPLIT, shape.dim) if is_pair else (1, 4 * shape.dim)
+    ops.kernel((PAIR if is_pair else ROW)[shape.dim])(
+        (each * shape.value_heads, call.most_rows),
+        threads,
         (
             *_pointers(call.m, call.z, call.gates, weights.conv1d, weights.a, weights.dt),
             *_pointers(weights.norm, *key_heads, history, matrix, *logs, state.logged),
@@ -148,7 +159,15 @@ def _rows(ops: Launcher, call: _Call, tickets: DeviceArray) -> None:
             *map(np.int32, sizes),
             np.float32(shape.eps),
         ),
+        shared=_pair_bytes(shape.dim) if is_pair else 0,
     )
+
+
+def _pair_bytes(dim: int) -> int:
+    """Of csrc/delta_pair.cu's Shared."""
+    half, batch = dim // 2, MAX_PROVISIONAL
+    floats = half * dim + batch * (2 * dim + half + 4) + batch * dim + 9 * dim + 4 * (dim // 32)
+    return -(-(4 * floats + 24) // 16) * 16
 
 
 def _prompt(ops: Launcher, call: _Call) -> None:

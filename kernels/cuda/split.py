@@ -84,6 +84,5 @@ def _make(ops: Launcher, x: DeviceArray, dim: int, place: DeviceArray, is_second
         outs = [place, ops.scratch(place.shape)]
         first, second = outs[::-1] if is_second else outs
         numbers = np.int32(width), np.int32(dim)
-        ops.kernel(SPLIT)(
-            (tokens, -(-width // 256)), 256, (x.ptr, first.ptr, second.ptr, *numbers)
-        )
+        pointers, grid = (x.ptr, first.ptr, second.ptr), (tokens, -(-width // 256))
+        ops.kernel(SPLIT)(grid, 256, (*pointers, *numbers))

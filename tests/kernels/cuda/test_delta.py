@@ -204,7 +204,7 @@ def test_blocks_of_all_long_rows_fit_side_by_side(multiprocessors: int, heads: i
 def test_rows_of_few_tokens_have_one_launch() -> None:
     card = Card(132)
     launches(card, 16, [8] * 40, 40)
-    assert [(each.function, grid) for each, grid, _ in card.launched] == [("delta_row", (16, 40))]
+    assert [(each.function, grid) for each, grid, _ in card.launched] == [("delta_pair", (32, 40))]
 
 
 def test_more_rows_than_tickets_have_three() -> None:

@@ -478,6 +478,31 @@ def test_delta_net(plain: Any, keys: int, values: int, dim: int, gate: str) -> N
     compare_states(plain, own, truth, 3)
 
 
+@pytest.mark.parametrize(
+    ("keys", "values", "dim", "taps"), [(2, 5, 64, 3), pytest.param(1, 3, 128, 4, marks=SLOW)]
+)
+def test_two_blocks_of_a_head_change_no_bits(
+    plain: Any, folder: Path, keys: int, values: int, dim: int, taps: int
+) -> None:
+    """Nor what is remembered: of single tokens, drafts, and those of them that stand."""
+    shape = DeltaShape(keys, values, dim, taps, tuple(i % keys for i in range(values)), "silu", 1e-6)
+    raw = normal(1, shape.channels, taps), -np.abs(normal(2, values)), normal(3, values)
+    worlds, found = (plain, EmulatedFamilies(90, folder, max_shared(90))), []
+    for ops in worlds:
+        weights = DeltaWeights(*(weights_of(ops, each)[0] for each in (*raw, normal(4, dim))))
+        state, made = ops.delta_state(3, shape), []
+        for seed, batch in enumerate(steps(3)):
+            widths = shape.channels, values * dim, 2 * values
+            inputs = [normal(10 * seed + i, len(batch.slots), n) for i, n in enumerate(widths)]
+            there = tuple(map(ops.array, inputs)), weights, shape, state, device(ops, batch)
+            made.append(ops.to_host(ops.delta_net(*there)))
+            made += [ops.to_host(each).copy() for each in (*state.values, *state.log, state.logged)]
+        found.append(made)
+    assert "delta_pair" in [each.function for each, _, _ in worlds[1].launched]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_drafts_change_no_bits(plain: Any) -> None:
     """What stands of a provisional step is what single tokens would have made."""
     shape = DeltaShape(1, 2, 64, 4, (0, 0), "silu", 1e-6)
