@@ -102,7 +102,7 @@ def route(
     chosen, weights = _choice(ops, tokens, experts, used, counts)
     first = tokens if alone is None or tokens - alone < ROUTE_MANY_FROM else alone
     held, step = _held(experts), len(tickets) // (8 * experts) * 8
-    slots, is_one = SLOTS[columns > 1024 * SLOTS[0]], tokens == 1 and _is_small(router)
+    slots, is_one = SLOTS[columns > 1024 * SLOTS[0]], tokens == 1 and experts <= FEW
     rows, gain, normed, factor = _unnormed(x, is_late=first == tokens, is_rounded=is_rounded)
     for start in range(0, first, step):
         count, before = min(first - start, step), 4 * columns * start
@@ -115,7 +115,7 @@ def route(
             grid,
             256,
             (*pointers, *map(np.int32, sizes), *factor),
-            shared=_apart(ops, grid[0] * grid[1], _route_bytes(held, count, is_one * columns)),
+            shared=_apart(ops, grid[0] * grid[1], _choice_bytes(held) * min(count, 8)),
         )
     if first < tokens:
         own = chosen[first:], weights[first:]
@@ -123,17 +123,6 @@ def route(
             logits = _logits(ops, x[first:], router, is_rounded)
             _choose(ops, logits, own, counts, max(0, generated - first))
     return chosen, weights
-
-
-def _is_small(router: CudaWeight) -> bool:
-    """Whether a block for one token holds its part, and a norm's gains."""
-    experts, columns = router.shape
-    return experts <= FEW and columns <= 1024 * SLOTS[-1] and columns % 8 == 0
-
-
-def _route_bytes(held: int, tokens: int, columns: int) -> int:
-    """columns: of rows that come to a block's shared memory, if any; as wide as they may be."""
-    return max(_choice_bytes(held) * min(tokens, 8), 4 * columns * (EACH[True] + 1))
 
 
 def _apart(ops: Launcher, blocks: int, needed: int) -> int:

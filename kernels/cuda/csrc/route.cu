@@ -19,7 +19,7 @@ extern "C" __global__ void round_to_bf16(const float* x, float* out, long long n
 // [tokens][experts], zeros between two launches; counts: [2][experts], of prompts' tokens and of
 // the first `generated` ones. gain: null, or x is to be normed: to `normed` too, if that is not
 // null; k is whole runs then, and no more than 1024 SLOTS. Shared: a Choice for each token of a
-// block. ONE: k is no more than 1024 SLOTS and a multiple of 8; shared: also EACH rows, and gains.
+// block.
 extern "C" __global__ void __launch_bounds__(THREADS, BESIDE)
 route(const float* x, const void* router, unsigned* inbox, int* chosen, float* weights, u64* counts,
       const float* gain, float* normed, int experts, int used, int tokens, int generated, int k,
@@ -29,8 +29,7 @@ route(const float* x, const void* router, unsigned* inbox, int* chosen, float* w
   const int first = IS_ONE ? 0 : blockIdx.y * 8, count = IS_ONE ? 1 : min(8, tokens - first);
   const int own = blockIdx.x - (experts + EACH - 1) / EACH;  // behind those that multiply
   if (own < 0) {
-    put_logits(x, router, inbox, Norm{gain, share, eps}, first, count, experts, k, is_rounded,
-               shared);
+    put_logits(x, router, inbox, Norm{gain, share, eps}, first, count, experts, k, is_rounded);
     return;
   }
   if (blockIdx.x + 1 < gridDim.x) {

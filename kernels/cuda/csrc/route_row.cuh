@@ -5,7 +5,6 @@
 // meanwhile, and logits are scaled by it in the end. So they have other last bits than those of a
 // row that was normed before: which it is must not depend on what else is in a step (norms.py).
 #pragma once
-#include "bell.cuh"
 #include "choice.cuh"
 #include "grid.cuh"
 #include "norm_row.cuh"
@@ -30,9 +29,6 @@ constexpr int AHEAD = IS_ONE ? 1 : 2;   // of them are on their way at once
 // Its experts: of one token few, since a multiprocessor takes its time to fetch them; more tokens
 // are read by each block.
 constexpr int EACH = IS_ONE ? 2 : 4;
-// Whether they come to shared memory by bulk copies: what a thread loads comes in the order in
-// which it was asked for, so a token's row would be there no sooner than experts' asked before.
-#define HAS_COPIES (ONE && VP_ARCH >= 900)
 // Blocks of which a multiprocessor has registers: where a product of one token has most of them,
 // there is room for one.
 constexpr int BESIDE = IS_ONE && SLOTS == 2 ? 5 : 1;
@@ -108,8 +104,8 @@ struct Columns {
   }
   __device__ __forceinline__ bool has(int i) const { return place(i) < k >> 2; }
 
-  __device__ __forceinline__ void take(const void* router, const float* gain, int expert,
-                                       int experts) {
+  __device__ __forceinline__ void ask(const void* router, const float* gain, int expert,
+                                      int experts) {
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
 #pragma unroll
@@ -162,57 +158,24 @@ __device__ __forceinline__ const T& found(const T& place) {
 #endif
 }
 
-#if HAS_COPIES
-// A block's rows of a router, and gains if there are any, on their way to `memory`: one behind the
-// other. The block calls.
-__device__ __forceinline__ void fetch(Bell* bell, std::uint8_t* memory, const void* router,
-                                      const float* gain, int expert, int experts, int k) {
-  if (threadIdx.x == 0) {
-    const int row = k * (KIND == 0 ? 4 : 2), gains = gain == nullptr ? 0 : 4 * k;
-    make_bell(bell);
-    tell_bells();
-    expect(bell, EACH * row + gains);
-#pragma unroll
-    for (int e = 0; e < EACH; ++e)
-      copy_whole(memory + e * row,
-                 static_cast<const std::uint8_t*>(router) +
-                     static_cast<long long>(min(expert + e, experts - 1)) * row,
-                 row, bell);
-    if (gains > 0) copy_whole(memory + EACH * row, gain, gains, bell);
-  }
-  __syncthreads();
-}
-#endif
-
-// The logits of a block's experts, for up to eight tokens from `first` on. memory: of the block.
+// The logits of a block's experts, for up to eight tokens from `first` on.
 __device__ __forceinline__ void put_logits(const float* x, const void* router, unsigned* inbox,
                                            const Norm& norm, int first, int count, int experts,
-                                           int k, int is_rounded, std::uint8_t* memory) {
+                                           int k, int is_rounded) {
   __shared__ __align__(16) Parts parts[TOKENS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = blockIdx.x * EACH;
   x += static_cast<long long>(first) * k;
 #pragma unroll 1
   for (int start = 0; 4 * start < k; start += THREADS * SLOTS) {
     Columns columns{k, start};
+    columns.ask(router, norm.gain, expert, experts);
+    if (start == 0) grid_wait();
     float4 rows[AHEAD][SLOTS];
     const auto load = [&](int i, int t) {
       if (t < count) columns.load(rows[i], x + static_cast<long long>(t) * k);
     };
-#if HAS_COPIES
-    __shared__ Bell bell;
-    fetch(&bell, memory, router, norm.gain, expert, experts, k);
-    grid_wait();
-    load(0, 0);
-    await_own(&bell, true);
-    const std::uint8_t* gains = memory + EACH * k * (KIND == 0 ? 4 : 2);
-    columns.take(memory, norm.gain == nullptr ? nullptr : reinterpret_cast<const float*>(gains), 0,
-                 EACH);
-#else
-    columns.take(router, norm.gain, expert, experts);
-    if (start == 0) grid_wait();
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load(i, i);
-#endif
 #pragma unroll 1
     for (int t = 0; t < count; t += AHEAD)
 #pragma unroll

@@ -231,26 +231,6 @@ def test_who_does_not_norm_what_it_routes(plain: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("width", "type_name"), [(2048, "F32"), (768, "F16"), (2304, "BF16"), (72, "F32"), (68, "F32")]
-)
-def test_rows_that_are_copied_give_the_same_bits(
-    plain: Any, folder: Path, width: int, type_name: str
-) -> None:
-    """A router's, for one token."""
-    found = []
-    for ops in (plain, EmulatedFamilies(90, folder, max_shared(90))):
-        x, (gain, _) = ops.array(normal(0, 1, width)), weights_of(ops, normal(2, width))
-        router, _ = weights_of(ops, normal(1, 41, width), type_name)
-        batch = device(ops, batch_of([0], [0], generated=1))
-        for h in (x, norms.Normed(ops, x, gain, 1e-6))[: 2 if width % 256 == 0 else 1]:
-            counts = ops.array(np.zeros((2, 41), np.int64))
-            found.append([ops.to_host(each) for each in ops.route(h, router, 4, counts, batch)])
-    for one, other in zip(found, found[len(found) // 2 :], strict=False):
-        for each, same in zip(one, other, strict=True):
-            np.testing.assert_array_equal(each, same)
-
-
-@pytest.mark.parametrize(
     ("tokens", "multiprocessors", "are_apart"), [(1, 22, True), (1, 21, False), (9, 38, True)]
 )
 def test_blocks_of_a_router_have_a_multiprocessor_each(
