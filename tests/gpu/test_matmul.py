@@ -150,21 +150,14 @@ def test_engines_give_the_same_bits(
             np.testing.assert_array_equal(got, plain)
 
 
-@pytest.fixture(params=[0, 1 << 20], ids=["two", "one"])
-def _held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """How many tiles a warp of a cluster multiplies at once."""
-    monkeypatch.setattr(clusters, "MANY", request.param)
-    clusters.deal.cache_clear()
-    yield
-    clusters.deal.cache_clear()
-
-
-@pytest.mark.usefixtures("_held")
-@pytest.mark.parametrize("tokens", [9, 29])
+@pytest.mark.parametrize("staged_from", [0, 1 << 20], ids=["records", "alone"])
+@pytest.mark.parametrize("tokens", [9, 29, 50])
 def test_many_rows_of_several_matrices(
-    cuda: Any, put: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
+    cuda: Any, put: Any, tokens: int, staged_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two formats in a launch; a gate and its up; a residual: bits as of matmul_rows.cu."""
+    """Two formats in a launch; a gate and its up; a residual: bits as of matmul_rows.cu. Tokens
+    come as records or are made by each block."""
+    monkeypatch.setattr(clusters, "STAGED_FROM", staged_from)
     cols = 4096
     made = [
         weight_of(cuda, name, rows, cols, 5)[0]
