@@ -58,10 +58,9 @@ using namespace voltapile;
 extern "C" __global__ void __launch_bounds__(128)
 rope_store(float* q, const float* q_from, int q_step, const float* k, const float* v,
            const float* q_norm, const float* k_norm, const float* angles, unsigned char* keys,
-           unsigned char* values, const int* table,
-           const int* slots, const int* positions, int heads, int kv_heads, int key_dim,
-           int value_dim, int pairs, int apart, float eps, int width, int pages, int key_kind,
-           int value_kind) {
+           unsigned char* values, const int* table, const int* slots, const int* positions,
+           int heads, int kv_heads, int key_dim, int value_dim, int pairs, int apart, float eps,
+           int width, int pages, int key_kind, int value_kind) {
   const int lane = threadIdx.x & 31, t = blockIdx.y;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);  // known to be one number
   int head = blockIdx.x * WARPS + warp;

@@ -1,5 +1,5 @@
-// A gated delta net in one kernel, as delta_row.cu and with its bits, from sm_90 on: two blocks of a
-// cluster share a head, each half of its columns. They are small, so that they find room beside a
+// A gated delta net in one kernel, as delta_row.cu and with its bits, from sm_90 on: two blocks of
+// a cluster share a head, each half of its columns. They are small, so that they find room beside a
 // product that still runs, and their state comes to shared memory by one copy meanwhile.
 //
 // Both convolve the channels of queries and keys; what they find they tell each other, for the norm

@@ -328,8 +328,8 @@ attend_to(const float* q, const unsigned char* keys, const unsigned char* values
   const int begin = heads[kv_head] + static_cast<int>(one - kv_head * parts) * ROWS;
   const int used = min(ROWS, heads[kv_head + 1] - begin), position = positions[t];
   const int *own = heads + kv_heads + 1 + begin, *pages_of = table + slots[t] * width;
-  const int whole = (position + 1) >> shift;
-  const int chosen = min(min(whole, (width * PAGE) >> shift), most);
+  const int whole = (position + 1) >> shift, kept = min(whole, (width * PAGE) >> shift);
+  const int chosen = min(kept, most);
   const int count = position + 1 - ((whole - chosen) << shift);
   const int start = own_piece * piece, end = pieces == 1 ? count : min(start + piece, count);
   const int first = start >> shift, last = ((pieces == 1 ? count : start + piece) - 1) >> shift;
@@ -340,7 +340,7 @@ attend_to(const float* q, const unsigned char* keys, const unsigned char* values
     cells[i - first] = (sane * kv_heads + kv_head) * PAGE + at % PAGE;
   };
   // Where all whole blocks are chosen, what is seen is known before the choice is.
-  const bool sees_all = chosen == min(whole, (width * PAGE) >> shift);
+  const bool sees_all = chosen == kept;
   Queries queries{};
   if (used > 0) queries.find(own, used, warp);
   if (sees_all)
