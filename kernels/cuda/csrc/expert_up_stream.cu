@@ -84,8 +84,8 @@ struct Units {
 
 // grid: (rows / 16 / units, tokens * used + turns of `room` tokens of the expert that all take).
 // out: [tokens * used][rows]; other_out [tokens][other_rows], times a token's gate if there is one.
-// depth, other_depth: of rings. All matrices lie by tiles. Of one token the expert that all take has
-// blocks (.., used) on, with other_units each.
+// depth, other_depth: of rings. All matrices lie by tiles. Of one token the expert that all take
+// has blocks (.., used) on, with other_units each.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 20 / WARPS)
     expert_up_stream(const Expert* table, int count, int first, const int* chosen, const float* x,
                      float* out, int tokens, int used, int k, int rows, int room, int units,

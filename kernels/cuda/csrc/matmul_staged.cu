@@ -1,6 +1,6 @@
 // Tokens as records for matmul_wide.cu and matmul_cluster.cu, once for all blocks, in global
-// memory: [chunk][token] of them, or of each turn of `room` tokens [chunk] CrowdOrder for `seats`. -D
-// FORMAT and OTHER, which matmul_block.cuh knows; MANY 2; SEATED: whether they are seated.
+// memory: [chunk][token] of them, or of each turn of `room` tokens [chunk] in CrowdOrder. -D FORMAT
+// and OTHER, which matmul_block.cuh knows; MANY 2; SEATED: whether they are seated.
 #include "grid.cuh"
 #include "matmul_chunk.cuh"
 #include "norm_row.cuh"
