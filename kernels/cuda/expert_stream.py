@@ -12,24 +12,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
+from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.expert_groups import join
+from voltapile.kernels.cuda.expert_sizes import (
+    SLOTS,
+    chunks,
+    depth_of,
+    groups,
+    room_for,
+    strip_bytes,
+    whole,
+)
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher, Line
 from voltapile.kernels.cuda.spread import spread
 from voltapile.shm.formats import row_bytes
 
 ARCH, BELLS_FROM = 80, 90  # from which on
-MOST_TOKENS = 4  # of a block
-# Bytes of a token's chunk in whole numbers: csrc/expert_tokens.cuh.
-SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 576, "Q5_1": 576, "Q8_0": 576}
 UP_WARPS = PARTS_WARPS = 4
 ONE_WARPS = 8  # of a block of expert_up_stream for one token, of which a multiprocessor has one
 # Bytes of a warp's ring, most: of expert_up_stream the first with which a block of
 # expert_down_stream fits beside three of these, so that its weights come next.
 UP_RINGS, PARTS_RING = (11264, 6912), 6912
 ONE_RING = 13824  # the same of one token from sm_90 on: more than four chunks need its bells
-DEPTHS = range(2, 7)  # of a ring: csrc/expert_strip.cuh
 BESIDE = 3  # blocks of expert_up_stream
 # Of a block, most, with an expert that all take and without: where there is one block of each
 # multiprocessor at most; where they share.
@@ -163,19 +168,19 @@ class Layer:
 
     def up_bytes(self, room: int, units: int, ring: int) -> int:
         columns = self.table.gate.shape[2]
-        before = (0, 0 if self.is_alone else _whole(4 * room * _chunks(columns)))
+        before = (0, 0 if self.is_alone else whole(4 * room * chunks(columns)))
         places = (16 * self.table.count, 0)
         return max(
-            first + _strip_bytes(name, columns, room, 2 * units, UP_WARPS, ring, least)
+            first + strip_bytes(name, columns, room, 2 * units, UP_WARPS, ring, least)
             for name, first, least in zip(self.up_pair, before, places, strict=True)
         )
 
     def one_bytes(self, units: tuple[int, int], ring: int) -> int:
         """As up_bytes, of one token: places lie behind what comes."""
         columns = self.table.gate.shape[2]
-        before = 16 * self.table.count, _whole(4 * _chunks(columns)) * (not self.is_alone)
+        before = 16 * self.table.count, whole(4 * chunks(columns)) * (not self.is_alone)
         return max(
-            first + _strip_bytes(name, columns, 1, 2 * count, ONE_WARPS, ring)
+            first + strip_bytes(name, columns, 1, 2 * count, ONE_WARPS, ring)
             for name, count, first in zip(self.up_pair, units, before, strict=True)
         )
 
@@ -192,15 +197,15 @@ class Layer:
         if tokens == 1 and (way := self.one_way(used, ops)) is not None:
             return way
         units, most = 1 if tokens <= FEW else UNITS, max_shared(ops.arch)
-        room = _room(lambda room: self.up_bytes(room, units, UP_RINGS[-1]), tokens, ops.arch)
+        room = room_for(lambda room: self.up_bytes(room, units, UP_RINGS[-1]), tokens, ops.arch)
         ring = self.up_ring(
             UP_RINGS,
             lambda ring: BESIDE * (self.up_bytes(room, units, ring) + UP_NAMED + RESERVED),
             self.down_bytes(used) + NAMED,
             most,
         )
-        columns = _groups(max(self.table.gate.shape[1], 16 * self.others), 16 * units)
-        turns = 0 if self.is_alone else _groups(tokens, room)
+        columns = groups(max(self.table.gate.shape[1], 16 * self.others), 16 * units)
+        turns = 0 if self.is_alone else groups(tokens, room)
         nbytes = self.up_bytes(room, units, ring)
         return Way(UP, UP_WARPS, room, units, units, columns, turns, ring, nbytes)
 
@@ -209,13 +214,13 @@ class Layer:
         most, total = max_shared(ops.arch), self.table.gate.shape[1] // 16
         rows = used + (not self.is_alone)
         for units in range(1, total + 1):
-            if (columns := _groups(total, units)) * rows <= ops.multiprocessors:
+            if (columns := groups(total, units)) * rows <= ops.multiprocessors:
                 break
         turns = 0
         if self.others:  # as many as find room, but none that has nothing to do
             most_turns = ops.multiprocessors // columns - used
-            turns = max(1, min(most_turns, _groups(self.others, columns)))
-        others = _groups(self.others, columns * max(1, turns))
+            turns = max(1, min(most_turns, groups(self.others, columns)))
+        others = groups(self.others, columns * max(1, turns))
         rings = (ONE_RING, *UP_RINGS) if ops.arch >= BELLS_FROM else UP_RINGS
         ring = self.up_ring(
             rings,
@@ -230,12 +235,12 @@ class Layer:
         return Way(ONE, ONE_WARPS, 1, units, others, columns, turns, ring, nbytes)
 
     def down_items(self, used: int) -> int:
-        return used * _chunks(self.table.down.shape[2]) + _chunks(self.shared_columns)
+        return used * chunks(self.table.down.shape[2]) + chunks(self.shared_columns)
 
     def down_warps(self, used: int, shares: bool = False) -> int:
         """Each with as many items; four add up. shares: multiprocessors have several blocks."""
         items, most = self.down_items(used), DOWN_WARPS[self.is_alone]
-        return max(4, _groups(items, _groups(items, min(most, DOWN_SHARING) if shares else most)))
+        return max(4, groups(items, groups(items, min(most, DOWN_SHARING) if shares else most)))
 
     def down_bytes(self, used: int) -> int:
         """Tiles, a token's chunk for each warp, items' sums."""
@@ -247,7 +252,7 @@ class Layer:
 
     def parts_bytes(self, room: int) -> int:
         pairs = zip(self.down_pair, (self.table.down.shape[2], self.shared_columns), strict=True)
-        return max(_strip_bytes(*each, room, STRIP, PARTS_WARPS, PARTS_RING) for each in pairs)
+        return max(strip_bytes(*each, room, STRIP, PARTS_WARPS, PARTS_RING) for each in pairs)
 
     def down_args(self, inner: DeviceArray | None) -> tuple[int | np.int32, ...]:
         """Of the shared expert."""
@@ -304,7 +309,7 @@ def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inn
     (tokens, columns), (_, rows, own_columns) = x.shape, layer.table.gate.shape
     assert columns == own_columns, (x, layer.table.gate.shape)
     way = layer.up_way(tokens, chosen.shape[1], ops)
-    depths = (np.int32(_depth(name, way.ring)) for name in layer.up_pair)
+    depths = (np.int32(depth_of(name, way.ring)) for name in layer.up_pair)
     inner, other = ops.scratch((chosen.size, rows)), None
     other_args: tuple[int, ...] = 0, 0, 0, 0
     other_rows = 0
@@ -360,14 +365,14 @@ def _parts(
 ) -> None:
     (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
     tokens, used = chosen.shape
-    room = _room(layer.parts_bytes, tokens, ops.arch)
+    room = room_for(layer.parts_bytes, tokens, ops.arch)
     parts, other, turns = ops.scratch((chosen.size, rows)), None, 0
     if layer.shared is not None:
-        other, turns = ops.scratch((tokens, rows)), _groups(tokens, room)
-    depth, other_depth = (_depth(name, PARTS_RING) for name in layer.down_pair)
+        other, turns = ops.scratch((tokens, rows)), groups(tokens, room)
+    depth, other_depth = (depth_of(name, PARTS_RING) for name in layer.down_pair)
     numbers = tokens, used, columns, rows, room, depth
     ops.kernel(PARTS[layer.down_pair, layer.is_alone])(
-        (_groups(rows, 16 * STRIP), chosen.size + turns),
+        (groups(rows, 16 * STRIP), chosen.size + turns),
         32 * PARTS_WARPS,
         (
             *(*layer.table.args, chosen.ptr, inner[0].ptr, parts.ptr, *map(np.int32, numbers)),
@@ -378,38 +383,3 @@ def _parts(
     )
     here = np.int32(layer.table.count), np.int32(layer.table.first)
     join(ops, (chosen, shares), parts, other, out, here, adds)
-
-
-def _room(nbytes: Callable[[int], int], tokens: int, arch: int) -> int:
-    """Tokens of a block."""
-    room = min(tokens, MOST_TOKENS)
-    while room > 1 and nbytes(room) > max_shared(arch):
-        room -= 1
-    return room
-
-
-def _strip_bytes(
-    name: str, columns: int, room: int, tiles: int, warps: int, ring: int, least: int = 0
-) -> int:
-    """Of csrc/expert_strip.cuh: bells, rings; tokens and sums, at least so many bytes."""
-    chunks = _chunks(columns)
-    rings = warps * _depth(name, ring) * 16 * CHUNKS[name].bytes
-    rest = chunks * room * (SLOTS[name] + 64 * tiles)
-    return _whole(8 * warps * DEPTHS[-1]) + rings + max(least, rest)
-
-
-def _depth(name: str, ring: int) -> int:
-    """Chunks of a warp's ring."""
-    return max(DEPTHS[0], min(DEPTHS[-1], ring // (16 * CHUNKS[name].bytes)))
-
-
-def _chunks(columns: int) -> int:
-    return _groups(columns, 256)
-
-
-def _whole(nbytes: int) -> int:
-    return -(-nbytes // 128) * 128
-
-
-def _groups(items: int, size: int) -> int:
-    return -(-items // size)

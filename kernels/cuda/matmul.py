@@ -235,7 +235,7 @@ def _glu_of_two_kinds(
 
 
 def _launches(products: list[Product]) -> list[list[Product]]:
-    """As few as formats allow, of three matrices at most. What is streamed, whole tiles, is apart."""
+    """As few as formats allow, of three matrices at most. Whole tiles, which stream, are apart."""
     waiting, launches = list(products), []
     while waiting:
         first = waiting.pop(0)
