@@ -83,7 +83,8 @@ class CpuSparse(CpuOps):
         eps: float,
     ) -> np.ndarray:
         rest = norms, angles, rope, batch, group, eps
-        return index_heads(self, cache, made, *rest)  # type: ignore[arg-type]
+        queries: np.ndarray = index_heads(self, cache, made, *rest)  # type: ignore[arg-type]
+        return queries
 
     def choose_blocks(
         self,

@@ -63,7 +63,8 @@ class ReferenceSparse(ReferenceOps):
         eps: float,
     ) -> Array:
         rest = norms, angles, rope, batch, group, eps
-        return index_heads(self, cache, made, *rest)  # type: ignore[arg-type]
+        queries: np.ndarray = index_heads(self, cache, made, *rest)  # type: ignore[arg-type]
+        return queries
 
     def choose_blocks(
         self, q: np.ndarray, cache: IndexCache, batch: Batch, group: int, heads: int, top_k: int
