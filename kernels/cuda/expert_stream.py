@@ -28,13 +28,12 @@ from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher, Line
 from voltapile.kernels.cuda.spread import spread
 from voltapile.shm.formats import row_bytes
 
-ARCH, BELLS_FROM = 80, 90  # from which on
+ARCH = 80  # from which on
 UP_WARPS = PARTS_WARPS = 4
 ONE_WARPS = 8  # of a block of expert_up_stream for one token, of which a multiprocessor has one
 # Bytes of a warp's ring, most: of expert_up_stream the first with which a block of
 # expert_down_stream fits beside three of these, so that its weights come next.
 UP_RINGS, PARTS_RING = (11264, 6912), 6912
-ONE_RING = 13824  # the same of one token from sm_90 on: more than four chunks need its bells
 BESIDE = 3  # blocks of expert_up_stream
 # Of a block, most, with an expert that all take and without: where there is one block of each
 # multiprocessor at most; where they share.
@@ -221,9 +220,8 @@ class Layer:
             most_turns = ops.multiprocessors // columns - used
             turns = max(1, min(most_turns, groups(self.others, columns)))
         others = groups(self.others, columns * max(1, turns))
-        rings = (ONE_RING, *UP_RINGS) if ops.arch >= BELLS_FROM else UP_RINGS
         ring = self.up_ring(
-            rings,
+            UP_RINGS,
             lambda ring: self.one_bytes((units, others), ring) + UP_NAMED + RESERVED,
             self.down_bytes(used) + NAMED,
             most,

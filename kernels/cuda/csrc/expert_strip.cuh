@@ -103,8 +103,8 @@ struct Strip {
   // first_of(tile): its bytes. Of `from`, by all threads: row(token), of `count` tokens;
   // see(token, chunk, values of this lane), by the warp that puts them down; arrive(), after which
   // they can be read, if weights are asked for before that (IS_EARLY), and nothing else. When all
-  // weights are asked for, the next kernel may ask for its own; of a single token (IS_LONE) before
-  // that, since it needs 2 us to come so far, and all is asked for in one.
+  // weights are asked for, the next kernel may ask for its own; of a single token (IS_LONE) when
+  // rings are full, since it needs longer than the rest takes to come so far.
   template <class First, class From>
   __device__ __forceinline__ Sums multiply(int count, First first_of, From& from,
                                            PieceRing<SIZE>& ring) const {
@@ -123,16 +123,14 @@ struct Strip {
     };
     if (!From::IS_EARLY) {
       asked.begin(row_of);
-      if (From::IS_LONE) grid_launch();
     }
 #pragma unroll 1
     for (int i = 0; i < depth; ++i) ask();
     if (From::IS_EARLY) {
       from.arrive();
       asked.begin(row_of);
-      if (From::IS_LONE) grid_launch();
     }
-    if (!From::IS_LONE && ahead.tile >= tiles) grid_launch();
+    if (From::IS_LONE || ahead.tile >= tiles) grid_launch();
     asked.finish(row_of, [&](int token, int chunk, const Held& held) {
       WholeTokens<F>::put(put_down + chunk * slot + token * C::SLOT, held, lane);
       from.see(token, chunk, cut, held);
