@@ -192,7 +192,7 @@ def _choose(
 
 def _choice_bytes(held: int) -> int:
     """Of route.cu's Choice."""
-    return (4 + 2) * (32 * held + 32 + 8) + 8 * MOST_USED
+    return (4 + 2) * (32 * held + 64) + 8 * MOST_USED
 
 
 def _held(experts: int) -> int:

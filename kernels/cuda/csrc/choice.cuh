@@ -38,10 +38,10 @@ constexpr unsigned ROUND = 32;  // candidates that one is compared with at once
 
 // A token's choice in shared memory.
 struct __align__(16) Choice {
-  static constexpr unsigned NOWHERE = EXPERTS + ROUND;
-  unsigned keys[EXPERTS + ROUND + 8];           // of candidates in the order of experts, and zeros
-  unsigned short experts[EXPERTS + ROUND + 8];  // theirs
-  float values[MOST_USED];                      // of the chosen ones, by rank: shares of their sum
+  // Of candidates in the order of experts, and zeros; then what a lane writes to no purpose.
+  unsigned keys[EXPERTS + ROUND + 32];
+  unsigned short experts[EXPERTS + ROUND + 32];
+  float values[MOST_USED];  // of the chosen ones, by rank: shares of their sum
   int winners[MOST_USED];
 };
 
@@ -116,8 +116,8 @@ __device__ __forceinline__ unsigned put_candidates(const Keys& keys, unsigned be
   for (unsigned i = 0; i < HELD; ++i) {
     const bool is_in = keys[i] >= least;
     const unsigned all = __ballot_sync(ALL, is_in);
-    const unsigned at = is_in ? count + __popc(all & before) : Choice::NOWHERE;
-    own.keys[at] = keys[i], own.experts[at] = 32 * i + lane;
+    const unsigned at = is_in ? count + __popc(all & before) : EXPERTS + ROUND + lane;
+    own.keys[at] = keys[i], own.experts[at] = 32 * i + lane;  // without a branch
     count += __popc(all);
   }
   static_assert(ROUND == 32);
