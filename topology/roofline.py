@@ -13,6 +13,7 @@ from operator import add
 
 from voltapile.shm.formats import format_of
 from voltapile.topology.gpu import Gpu
+from voltapile.topology.overrides import role_of
 from voltapile.topology.plan import CacheGroup, Placement, Plan
 from voltapile.topology.spec import Spec
 
@@ -117,7 +118,7 @@ def card_of(gpu: Gpu) -> Card | None:
 def decode(spec: Spec, plan: Plan, contexts: Sequence[int]) -> Work:
     """One token of each stream; contexts: positions that each of them sees, its own included."""
     rows = len(contexts)
-    read, params = _weights(spec, plan)
+    read, params = _weights(spec, plan, rows)
     seen = [(group, _seen(group, context)) for group in plan.caches for context in contexts]
     scores = sum(_attention_flops(spec, group, count) for group, count in seen)
     return Work(
@@ -170,7 +171,7 @@ def _chunk(spec: Spec, plan: Plan, first: int, tokens: int) -> Work:
     if tokens < MANY_ROWS:
         return decode(spec, plan, range(first + 1, first + tokens + 1))
     head = _head(spec, plan.tensors)
-    read, params = _weights(spec, plan)
+    read, params = _weights(spec, plan, tokens)
     inner = params - _params(head)
     scores = sum(
         _attention_flops(
@@ -189,12 +190,21 @@ def _chunk(spec: Spec, plan: Plan, first: int, tokens: int) -> Work:
     )
 
 
-def _weights(spec: Spec, plan: Plan) -> tuple[float, float]:
-    """Bytes that each step reads, and values of the matrices among them. Of the embedding it reads
-    rows, unless that is the output matrix too."""
-    unread = {"token_embd.weight"} if not spec.tied else set()
-    read = [each for name, each in plan.tensors.items() if name not in unread]
-    return float(sum(each.bytes for each in read)), sum(map(_params, read))
+def _weights(spec: Spec, plan: Plan, rows: int) -> tuple[float, float]:
+    """Bytes that a step of so many rows reads, and values that each of them is multiplied with. Of
+    an embedding it reads rows, unless that is the output matrix too; of experts those that rows
+    choose, as if each choice were as likely."""
+    unread = {"ngram"} if spec.tied else {"ngram", "embed"}
+    read = params = 0.0
+    for name, each in plan.tensors.items():
+        role, used = role_of(name, spec), 1.0
+        if role in unread:
+            continue
+        if spec.experts and role == "experts":
+            used = spec.experts.used / spec.experts.count
+        read += each.bytes * (1 - (1 - used) ** rows)
+        params += _params(each) * used
+    return read, params
 
 
 def _head(spec: Spec, tensors: Mapping[str, Placement]) -> Placement:

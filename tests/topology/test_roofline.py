@@ -8,7 +8,7 @@ from voltapile.topology import roofline
 from voltapile.topology.gpu import Gpu
 from voltapile.topology.plan import CacheGroup, Placement, Plan
 from voltapile.topology.roofline import Card, Work
-from voltapile.topology.spec import Rope, Spec
+from voltapile.topology.spec import Experts, Rope, Spec
 
 SPEC = Spec(
     architecture="llama", name="", context=4096, layers=3, width=32, vocab=100, heads=4, kv_heads=2,
@@ -55,6 +55,16 @@ def test_a_decode_step_by_hand() -> None:
     assert work.attention == 2 * seen * 4 * (8 + 8)
     assert work.many == 0
     assert work.launches == 3 * roofline.LAYER_LAUNCHES + roofline.STEP_LAUNCHES
+
+
+def test_experts_are_read_as_they_are_chosen() -> None:
+    spec = msgspec.structs.replace(SPEC, experts=Experts(count=12, used=3, ffn=64))
+    tensors = {**TENSORS, "blk.0.ffn_up_exps.weight": placed("Q4_0", 64000, 32, 18)}
+    plan = msgspec.structs.replace(PLAN, tensors=tensors)
+    one, two = (roofline.decode(spec, plan, [9] * rows) for rows in (1, 2))
+    assert one.weights == pytest.approx(READ + 0.25 * 36000)
+    assert two.weights == pytest.approx(READ + (1 - 0.75**2) * 36000)
+    assert two.few == pytest.approx(2 * 2 * (6400 + 3200 + 0.25 * 64000))
 
 
 def test_many_rows_read_the_weights_again() -> None:
