@@ -50,6 +50,7 @@ def rope_store(
     if tokens == 0:
         return q
     late = late_part(q)
+    assert late is None or late.dim == dim, (late, dim)
     came = (q.ptr, dim) if late is None else late.take()
     apart = 1 if layout == "norm" else pairs
     sizes = heads, cache.kv_heads, dim, cache.value_dim, pairs, apart

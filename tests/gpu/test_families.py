@@ -32,6 +32,7 @@ from ..kernels.cuda.test_families import (  # noqa: F401
     test_route_norms_what_it_reads,
     test_route_of_prompts,
     test_streams,
+    test_two_blocks_of_a_head_change_no_bits,
 )
 from ..kernels.cuda.test_mixes import (  # noqa: F401
     test_prompts_go_another_way,
@@ -86,6 +87,13 @@ def ops(families: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def plain(ops: Any) -> Any:
+    return ops
+
+
+@pytest.fixture
+def clustered(ops: Any) -> Any:
+    if ops.arch < 90:
+        pytest.skip("there are no clusters")
     return ops
 
 
