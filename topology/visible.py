@@ -40,9 +40,8 @@ def visible(cards: Sequence[Card], text: str | None) -> list[Card]:
 
 
 def _by_number(cards: Sequence[Card], word: str) -> Card | None:
-    number = re.match(r"\+?(\d+)", word)  # CUDA does not look at what follows
-    wanted = int(number[1]) if number else -1
-    return next((card for card in cards if card.index == wanted), None)
+    number = re.match(r"\+?0*([0-9]+)", word)  # CUDA does not look at what follows
+    return next((card for card in cards if number and str(card.index) == number[1]), None)
 
 
 def _by_uuid(cards: Sequence[Card], word: str) -> Card | None:

@@ -42,13 +42,13 @@ async def responses(request: web.Request) -> web.StreamResponse:
     known = services.tokenizer.vocab_size, services.defaults
     wanted = await off_loop(len(body), responses_request, body, *known)
     chat = wanted.chat
-    asked = await conversation(services, chat)
     with in_these_words():
+        asked = await conversation(services, chat)
         bounds = await bounds_of(services, chat.options, asked.reading)
-    [generation] = started(
-        services, [asked.ids], chat.options, client_of(request), reading=asked.reading,
-        bounds=bounds,
-    )  # fmt: skip
+        [generation] = started(
+            services, [asked.ids], chat.options, client_of(request), reading=asked.reading,
+            bounds=bounds,
+        )  # fmt: skip
     answer = _Answer(services, generation, wanted)
     try:
         if chat.options.stream:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from voltapile.gateway.api.errors import ApiError, bad_request
+from voltapile.gateway.api.errors import ApiError, bad_request, from_exception
 from voltapile.gateway.api.fields import Fields, kind
 from voltapile.gateway.api.options import Options
+from voltapile.gateway.request import Refused
 
 # Turned into a chat's fields.
 OWN = ("input", "instructions", "max_output_tokens", "text", "reasoning", "tools", "tool_choice")
@@ -46,7 +47,10 @@ SAID = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("max_completion_tokens", "max_output_tokens"),
+    ("max_tokens", "max_output_tokens"),  # the scheduler's name
     ("reasoning_effort", "reasoning.effort"),
+    ("tool_choice.allowed_tools", "tool_choice"),
+    ("messages", "input"),  # of items, errors speak before they are messages
 )
 # Of no consequence: there are no tools of a server's own to count or to tell more of, one tier, no
 # cache that one could name, and events have one form. A text here still is one.
@@ -76,12 +80,13 @@ def in_these_words() -> Iterator[None]:
     """Errors of the chat that a body became name what the client has sent."""
     try:
         yield
-    except ApiError as error:
+    except (ApiError, Refused) as raised:
+        error = from_exception(raised)
         for chats, ours in SAID:
             error.message = error.message.replace(f"'{chats}", f"'{ours}")
             if error.param and error.param.startswith(chats):
                 error.param = ours + error.param.removeprefix(chats)
-        raise
+        raise error from None
 
 
 def check_single(options: Options) -> None:

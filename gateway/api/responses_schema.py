@@ -87,7 +87,7 @@ def _tools(
             tools.append(_tool(tool, where))
             continue
         fields = Fields(tool, f"{where}.")
-        space = _given(fields, "name", where)
+        space = _name(fields, "name", where)
         for each in _tools(fields.list("tools"), f"{where}.tools", {}):
             tools.append(each)
             name = each["function"].get("name")
@@ -155,7 +155,7 @@ def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
     fields = Fields(item, f"{param}.")
     match fields.text("type") or "message":
         case "message":
-            role = _given(fields, "role", param)
+            role = _name(fields, "role", param)
             content = _text(item.get("content"), f"{param}.content")
             if role == "assistant":
                 _assistants(messages)["content"] += content
@@ -171,7 +171,7 @@ def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
                 "id": _given(fields, "call_id", param),
                 "type": "function",
                 "function": {
-                    "name": _joined(fields.text("namespace"), _given(fields, "name", param)),
+                    "name": _joined(fields.text("namespace"), _name(fields, "name", param)),
                     "arguments": fields.text("arguments") or "",
                 },
             }
@@ -216,6 +216,11 @@ def _given(fields: Fields, name: str, param: str) -> str:
         where = f"{param}.{name}"
         raise bad_request(f"'{where}' is missing", where, "missing_required_parameter")
     return value
+
+
+def _name(fields: Fields, name: str, param: str) -> str:
+    """Which an empty text is not."""
+    return _given(fields if fields.values.get(name) != "" else Fields({}), name, param)
 
 
 def _unknown(name: str, param: str) -> ApiError:

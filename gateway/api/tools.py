@@ -83,7 +83,8 @@ def _call(call: Any, param: str) -> dict[str, Any]:
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str) or not name:
         where = f"{param}.function.name"
-        raise bad_request(f"'{where}' must be a string, not {kind(name)}", where, "invalid_type")
+        given = kind(name) if name != "" else "an empty one"
+        raise bad_request(f"'{where}' must be a string, not {given}", where, "invalid_type")
     if arguments is not None and not isinstance(arguments, str | dict):
         where = f"{param}.function.arguments"
         what = f"'{where}' must be a string of JSON or an object, not {kind(arguments)}"

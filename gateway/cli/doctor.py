@@ -66,7 +66,7 @@ def choice(found: Machine, seen: str | None) -> Iterator[Finding]:
 
     if seen is not None:
         which = ", ".join(f"cuda:{gpu.index} at {gpu.bus}" for gpu in found.gpus) or "none"
-        yield Finding("note", f"CUDA_VISIBLE_DEVICES={seen} leaves these GPUs: {which}",
+        yield Finding("note", f"CUDA_VISIBLE_DEVICES={seen!r} leaves these GPUs: {which}",
                       "unset it for all")  # fmt: skip
 
 

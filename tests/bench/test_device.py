@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -46,6 +47,26 @@ def test_what_the_sanitizer_sees_is_there() -> None:
     for kind, names in named().items():
         assert names, kind
         assert set(names) <= there, kind
+
+
+def test_a_kind_that_is_not_there_runs_nothing(tmp_path: Path) -> None:
+    """Pytest without a name would spend the device's minutes on all tests there are."""
+    functions = SCRIPT.read_text().partition("\nrun setup\n")[0].partition("\nsummary=()\n")[2]
+    begun = f"out={tmp_path}; python=python3; summary=()"
+    stage = 'stage() { summary+=("ran $2 with ${@: -1}"); }'
+    asked = 'run sanitize; printf "%s\\n" "${summary[@]}"'
+    done = subprocess.run(
+        ["bash", "-uc", f"{begun}; {functions}\n{stage}\n{asked}"],
+        capture_output=True, text=True, timeout=60,
+        env={**os.environ, "TOOLS": "memcheck", "KINDS": "deltas matmul experts-x"},
+    )  # fmt: skip
+    ran, *refused, _ = done.stdout.splitlines()
+    assert ran == f"ran memcheck-deltas with tests/gpu/{named()['deltas'][-1]}"
+    kinds = " ".join(named())
+    assert refused == [
+        f"memcheck-{kind}: there is no such kind, but {kinds}" for kind in ("matmul", "experts-x")
+    ]
+    assert done.stderr == ""
 
 
 @pytest.mark.slow

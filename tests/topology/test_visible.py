@@ -36,6 +36,10 @@ def places(text: str | None) -> list[int]:
         ("NoDevFiles", []),
         ("0,1,0", []),
         ("1gpu,0", [1, 0]),
+        ("+02,00,0x1", []),  # 0 is there twice
+        ("+02,00,x1", [2, 0]),
+        ("1,\u0663", [1]),  # a digit, but not to C
+        ("1," + "9" * 5000, [1]),  # more than int() reads
         ("GPU-17,GPU-8932f", [2, 0]),
         ("GPU-17,GPU-8932", [2]),
         ("GPU-17,0", [2]),

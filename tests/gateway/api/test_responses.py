@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 import pytest_asyncio
-from voltapile.gateway.request import Chunk
+from voltapile.gateway.request import Chunk, Refused
 from voltapile.gateway.template import ChatTemplate
 
 PATH = "/v1/responses"
@@ -272,11 +272,13 @@ async def test_every_field_of_openais_client_is_known():
         ({"input": []}, "input"),
         ({"input": ["x"]}, "input[0]"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [LOOK | {"name": 5}]}, "input[0].name"),
+        ({"input": [LOOK | {"name": ""}]}, "input[0].name"),
         ({"input": [LOOK | {"arguments": {}}]}, "input[0].arguments"),
         ({"input": [SEEN | {"output": 5}]}, "input[0].output"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -288,10 +290,12 @@ async def test_every_field_of_openais_client_is_known():
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": ["x"]}, "tools[0]"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "", "tools": [TOOL]}]}, "tools[0].name"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [5]}]}, "tools[0].tools[0]"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [TOOL | {"name": []}]}]},
          "tools[0].function.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort"),
@@ -302,3 +306,18 @@ async def test_bad_bodies(post, engine, given, param):
     status, body = await post(PATH, {"input": "hi"} | given)
     assert (status, body["error"]["param"]) == (400, param), body
     assert engine.prompts == []
+
+
+async def test_a_conversation_that_is_too_long_is_the_inputs_fault(post, engine):
+    """Found when it is rendered, and the scheduler may find that its answer would be."""
+    status, body = await post(PATH, {"input": "hi " * 5000})
+    assert (status, body["error"]["param"]) == (400, "input")
+    assert body["error"]["code"] == "context_length_exceeded"
+
+    def refuse(*given, **more):
+        raise Refused("ask for fewer tokens", "context_length_exceeded", "max_tokens")
+
+    engine.submit = refuse
+    status, body = await post(PATH, {"input": "hi"})
+    assert (status, body["error"]["param"]) == (400, "max_output_tokens")
+    assert body["error"]["message"] == "ask for fewer tokens"

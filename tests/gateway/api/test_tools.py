@@ -280,6 +280,12 @@ async def test_bad_input_is_named(post, given, param):
     assert (status, body["error"]["param"]) == (400, param)
 
 
+async def test_an_empty_name_is_not_called_one(post):
+    calls = [{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}]
+    _, body = await post(PATH, BODY | {"messages": calls})
+    assert body["error"]["message"].endswith("function.name' must be a string, not an empty one")
+
+
 async def test_openai_client_streams_calls(serve, engine):
     session = await serve()
     engine.say(f"<think>\nhm\n</think>\n\n{CALL}")

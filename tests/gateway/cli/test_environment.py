@@ -73,7 +73,9 @@ def test_the_doctor_says_what_is_left(asked: list[str | None]) -> None:
 
     assert told(probe(), None) == []
     (line,) = told(probe(seen="3,1"), "3,1")
-    assert line == (
-        "CUDA_VISIBLE_DEVICES=3,1 leaves these GPUs: cuda:0 at 0000:00:00.0, cuda:1 at 0000:01:00.0"
+    assert line == "CUDA_VISIBLE_DEVICES='3,1' leaves these GPUs: " + (
+        "cuda:0 at 0000:00:00.0, cuda:1 at 0000:01:00.0"
     )
     assert told(probe(seen=""), "")[0].endswith("leaves these GPUs: none")
+    (line,) = told(probe(seen=""), "a\n\udcff")
+    assert line.encode().count(b"\n") == 0, "whatever bytes it has, it can be printed"
