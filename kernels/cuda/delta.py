@@ -146,7 +146,7 @@ def _rows(ops: Launcher, call: _Call, tickets: DeviceArray) -> None:
     key_heads = ops.constant(np.asarray(shape.key_head_of, np.int32)), ops.constant(members)
     heads = shape.key_heads, shape.value_heads
     sizes = call.tokens, *heads, shape.kernel, call.tap_kind, call.is_sigmoid, call.is_provisional
-    is_pair = ops.arch >= PAIR_ARCH and shape.dim in PAIR
+    is_pair = ops.arch == PAIR_ARCH and shape.dim in PAIR  # it spills on later cards
     each, threads = (SPLIT, shape.dim) if is_pair else (1, 4 * shape.dim)
     ops.kernel((PAIR if is_pair else ROW)[shape.dim])(
         (each * shape.value_heads, call.most_rows),
