@@ -32,7 +32,8 @@ ARCH = 80  # from which on
 UP_WARPS = PARTS_WARPS = 4
 ONE_WARPS = 8  # of a block of expert_up_stream for one token, of which a multiprocessor has one
 # Bytes of a warp's ring, most: of expert_up_stream the first with which a block of
-# expert_down_stream fits beside three of these, so that its weights come next.
+# expert_down_stream fits beside three of these (which it need not with five tokens), so that its
+# weights come next.
 UP_RINGS, PARTS_RING = (11264, 6912), 6912
 BESIDE = 3  # blocks of expert_up_stream
 # Of a block, most, with an expert that all take and without: where there is one block of each
