@@ -42,6 +42,20 @@ struct Taps {
   }
 };
 
+// A channel's taps, and its inputs so far.
+struct Channel {
+  Taps taps;
+  float past[PAST];
+
+  __device__ __forceinline__ float go_on(float x) {
+    const float y = taps.apply(past, x);
+#pragma unroll
+    for (int j = 0; j + 1 < PAST; ++j) past[j] = past[j + 1];
+    past[PAST - 1] = x;
+    return y;
+  }
+};
+
 // VALUES: of the head that a block has.
 template <int VALUES>
 struct Token {

@@ -27,32 +27,23 @@ struct Shared {
   int is_last_of_key, is_last_of_row;
 };
 
-// A channel's taps, its inputs so far, and the next one, asked for early.
-struct Channel {
-  Taps taps;
-  float past[PAST];
+// Its inputs so far are asked for at once.
+struct OwnChannel : Channel {
   int at;  // among all
 
-  __device__ __forceinline__ Channel(const void* all, int kind, int at, int count,
-                                     const float* history, int channels)
-      : taps(all, kind, at, count), at(at) {
+  __device__ __forceinline__ OwnChannel(const void* all, int kind, int at, int count,
+                                        const float* history, int channels)
+      : Channel{Taps(all, kind, at, count)}, at(at) {
 #pragma unroll
     for (int j = 0; j < PAST; ++j) {
       const int depth = j - PAST + count - 1;
       past[j] = depth < 0 ? 0.0f : __ldcg(history + depth * channels + at);
     }
   }
-  __device__ __forceinline__ float go_on(float x) {
-    const float y = taps.apply(past, x);
-#pragma unroll
-    for (int j = 0; j + 1 < PAST; ++j) past[j] = past[j + 1];
-    past[PAST - 1] = x;
-    return y;
-  }
 };
 
 // What is remembered of a thread's channels, out of the way of what a state takes.
-__device__ __forceinline__ void put_past(Shared& sh, const Channel (&own)[KINDS]) {
+__device__ __forceinline__ void put_past(Shared& sh, const OwnChannel (&own)[KINDS]) {
 #pragma unroll
   for (int c = 0; c < KINDS; ++c)
 #pragma unroll
@@ -73,7 +64,7 @@ __device__ __forceinline__ float whole_sum(const float* sums) {
 
 // `count` tokens, which are `channels` apart from x on, become queries, keys and values in shared
 // memory. next: of the first one.
-__device__ __forceinline__ void convolve(Channel (&own)[KINDS], const float* x,
+__device__ __forceinline__ void convolve(OwnChannel (&own)[KINDS], const float* x,
                                          const float (&first)[KINDS], int count, int channels,
                                          Shared& sh, float eps) {
   const int t = threadIdx.x;
@@ -202,7 +193,7 @@ delta_pair(const float* m, const float* z, const float* b_and_a, const void* tap
   float* history = histories + static_cast<long long>(slot) * depth * channels;
   float* log = logs + logged_at * channels;
   const int place_of_value = rank * HALF + threadIdx.x % HALF;
-  Channel own[KINDS] = {
+  OwnChannel own[KINDS] = {
       {taps, kind, key_head * DIM + static_cast<int>(threadIdx.x), count, history, channels},
       {taps, kind, (key_heads + key_head) * DIM + static_cast<int>(threadIdx.x), count, history,
        channels},

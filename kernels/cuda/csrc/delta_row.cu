@@ -34,20 +34,6 @@ __device__ __forceinline__ float head_sum(float value, float (*sums)[DIM / 32], 
   return part;
 }
 
-// A channel's taps, and its inputs so far.
-struct Channel {
-  Taps taps;
-  float past[PAST];
-
-  __device__ __forceinline__ float go_on(float x) {
-    const float y = taps.apply(past, x);
-#pragma unroll
-    for (int j = 0; j + 1 < PAST; ++j) past[j] = past[j + 1];
-    past[PAST - 1] = x;
-    return y;
-  }
-};
-
 // `count` tokens, which are `channels` apart from x on, become queries, keys and values in shared
 // memory. head: 0 queries, 1 keys, 2 values, 3: nothing. next: the first token's, asked for early.
 __device__ __forceinline__ void convolve(Channel& channel, const float* x, float next, int count,
