@@ -241,7 +241,7 @@ class FamilyOps(Ops, Protocol):
         eps: float,
     ) -> Array:
         """What a layer's indexer makes of its queries [T, heads * dim] and keys [T, dim]: queries
-        by head normed and rotated by angles, keys stored; see `index_heads` below. The queries may
+        by head normed and rotated by angles, keys stored; see IndexHeads below. The queries may
         be changed in place."""
 
     def choose_blocks(
@@ -312,23 +312,25 @@ def stream_in(
     return ops.stream_mix(h, ops.linear(low, mix.up), width), inject[0] if inject else None
 
 
-def index_heads(
-    ops: FamilyOps,
-    cache: Any,
-    made: tuple[Array, Array],
-    norms: tuple[Weight, Weight],
-    angles: Array,
-    rope: tuple[np.ndarray, float],
-    batch: Batch,
-    group: int,
-    eps: float,
-) -> Array:
-    """FamilyOps.index_heads, of other operations."""
-    q, keys = made
-    q = ops.rms_norm(q, norms[0], eps)
-    ops.rope_(q, angles, keys.shape[1], "neox")
-    ops.index_store(cache, keys, norms[1], rope, batch, group, eps)
-    return q
+class IndexHeads:
+    """FamilyOps.index_heads of a backend that has nothing better than other operations."""
+
+    def index_heads(
+        self: FamilyOps,
+        cache: Any,
+        made: tuple[Array, Array],
+        norms: tuple[Weight, Weight],
+        angles: Array,
+        rope: tuple[np.ndarray, float],
+        batch: Batch,
+        group: int,
+        eps: float,
+    ) -> Array:
+        q, keys = made
+        q = self.rms_norm(q, norms[0], eps)
+        self.rope_(q, angles, keys.shape[1], "neox")
+        self.index_store(cache, keys, norms[1], rope, batch, group, eps)
+        return q
 
 
 def ngram_numbers(tokens: np.ndarray, hashing: NGramHash) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 from voltapile.kernels.cpu import _cpu
 from voltapile.kernels.cpu.ops import CpuKv, CpuOps
 from voltapile.kernels.cpu.weights import flat
-from voltapile.kernels.families import INDEX_RING, index_heads
+from voltapile.kernels.families import INDEX_RING, IndexHeads
 from voltapile.kernels.ops import Batch, Weight
 
 SCORES_BYTES = 32 << 20  # of the tokens that are scored together
@@ -35,7 +35,7 @@ class Chosen:
     block: int
 
 
-class CpuSparse(CpuOps):
+class CpuSparse(IndexHeads, CpuOps):
     def index_cache(self, pages: int, page_tokens: int, dim: int, block: int) -> IndexCache:
         assert page_tokens % INDEX_RING == INDEX_RING % block == 0, "a block lies in one page"
         pitch = -(-page_tokens // block // COLUMNS) * COLUMNS
@@ -70,21 +70,6 @@ class CpuSparse(CpuOps):
             batch.positions,
             batch.pages[group],
         )
-
-    def index_heads(
-        self,
-        cache: IndexCache,
-        made: tuple[np.ndarray, np.ndarray],
-        norms: tuple[Weight, Weight],
-        angles: np.ndarray,
-        rope: tuple[np.ndarray, float],
-        batch: Batch,
-        group: int,
-        eps: float,
-    ) -> np.ndarray:
-        rest = norms, angles, rope, batch, group, eps
-        queries: np.ndarray = index_heads(self, cache, made, *rest)  # type: ignore[arg-type]
-        return queries
 
     def choose_blocks(
         self,

@@ -9,6 +9,7 @@ call of Ops shows what they can be joined with; a norm without such a sum may st
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ class Late:
         return all(place.ptr >= each.ptr + each.nbytes or end <= each.ptr for each in read)
 
 
-class CudaCollectives:
+class CudaCollectives(ABC):
     """See kernels/group.py. wires.py makes links. Before anything is launched comes `_catch_up`."""
 
     _links: Links | None = None
@@ -250,8 +251,9 @@ class CudaCollectives:
         if self._links is not None:
             self._links.check()
 
+    @abstractmethod
     def _launcher(self) -> Launcher:
-        raise NotImplementedError
+        """When nothing is late any more."""
 
 
 def _waits_for_norm(links: Links, late: Late) -> bool:

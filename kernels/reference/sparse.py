@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.families import INDEX_RING, index_heads
+from voltapile.kernels.families import INDEX_RING, IndexHeads
 from voltapile.kernels.ops import Array, Batch, Weight
 from voltapile.kernels.reference.ops import PagedKV, ReferenceOps
 
@@ -20,7 +20,7 @@ class IndexCache:
     block: int
 
 
-class ReferenceSparse(ReferenceOps):
+class ReferenceSparse(IndexHeads, ReferenceOps):
     def index_cache(self, pages: int, page_tokens: int, dim: int, block: int) -> IndexCache:
         assert page_tokens % INDEX_RING == INDEX_RING % block == 0, "a block lies in one page"
         ring = np.zeros((pages, INDEX_RING, dim), np.float32)
@@ -50,21 +50,6 @@ class ReferenceSparse(ReferenceOps):
                 angles = self.rope_angles(np.array([first]), *rope)
                 self.rope_(pooled, angles, keys.shape[1], "neox")
                 cache.pooled[page, position // block % per_page] = pooled[0]
-
-    def index_heads(
-        self,
-        cache: IndexCache,
-        made: tuple[np.ndarray, np.ndarray],
-        norms: tuple[Weight, Weight],
-        angles: np.ndarray,
-        rope: tuple[np.ndarray, float],
-        batch: Batch,
-        group: int,
-        eps: float,
-    ) -> Array:
-        rest = norms, angles, rope, batch, group, eps
-        queries: np.ndarray = index_heads(self, cache, made, *rest)  # type: ignore[arg-type]
-        return queries
 
     def choose_blocks(
         self, q: np.ndarray, cache: IndexCache, batch: Batch, group: int, heads: int, top_k: int
