@@ -50,18 +50,20 @@ def ids(value: Any) -> str:
     return str(value).replace(" ", "")
 
 
-def fits(dim: int, types: tuple[str, str]) -> bool:
-    return dim % 32 == 0 or types == ("f16", "f16")
+def of_shapes_and(types: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Heads of SHAPES; blocks of 32 values must be whole."""
+    cases = [
+        (*shape, each) for shape in SHAPES for each in types
+        if shape[0] % 32 == 0 or each == ("f16", "f16")
+    ]  # fmt: skip
+    return pytest.mark.parametrize(("dim", "heads", "kv_heads", "types"), cases, ids=ids)
 
 
-@pytest.mark.parametrize("types", TYPES, ids=ids)
-@pytest.mark.parametrize(("dim", "heads", "kv_heads"), SHAPES)
+@of_shapes_and(TYPES)
 def test_one_token(
     cuda: Any, put: Any, dim: int, heads: int, kv_heads: int, types: tuple[str, str]
 ) -> None:
     """Contexts around pages and piece lengths, each row of its own slot."""
-    if not fits(dim, types):
-        pytest.skip("no whole blocks")
     contexts = [0, 1, 62, 63, 64, 127, 128, 1000]
     runs = [(slot, start, 1) for slot, start in enumerate(contexts)]
     case = Case(runs, dim=dim, heads=heads, kv_heads=kv_heads, types=types)
@@ -83,13 +85,10 @@ def test_long_contexts(cuda: Any, put: Any, context: int, kv_heads: int) -> None
         np.testing.assert_array_equal(world.run(i, i + 1, 1)[0], together[i])
 
 
-@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0")], ids=ids)
-@pytest.mark.parametrize(("dim", "heads", "kv_heads"), SHAPES)
+@of_shapes_and([("f16", "f16"), ("q8_0", "q8_0")])
 def test_verify_rows_have_the_bits_of_single_rows(
     cuda: Any, put: Any, dim: int, heads: int, kv_heads: int, types: tuple[str, str]
 ) -> None:
-    if not fits(dim, types):
-        pytest.skip("no whole blocks")
     runs = [(0, 700, 8), (2, 61, 5), (1, 300, 1)]
     case = Case(runs, dim=dim, heads=heads, kv_heads=kv_heads, types=types)
     world = World(cuda, put, case)
@@ -119,14 +118,11 @@ def test_streams_have_the_bits_of_one(
         np.testing.assert_array_equal(world.run(i, i + 1, 1)[0], together[i])
 
 
-@pytest.mark.parametrize("types", TYPES, ids=ids)
-@pytest.mark.parametrize(("dim", "heads", "kv_heads"), SHAPES)
+@of_shapes_and(TYPES)
 def test_mixed_steps(
     cuda: Any, put: Any, dim: int, heads: int, kv_heads: int, types: tuple[str, str]
 ) -> None:
     """Prompts, one of them continued, generated rows between them."""
-    if not fits(dim, types):
-        pytest.skip("no whole blocks")
     runs = [(0, 0, 150), (3, 500, 1), (1, 192, 77), (4, 33, 3), (2, 5, 9)]
     case = Case(runs, dim=dim, heads=heads, kv_heads=kv_heads, types=types)
     world = World(cuda, put, case)
