@@ -1,5 +1,6 @@
 // How a row's root mean square norm adds up, wherever it is made: norm.cu, group_norm.cu,
-// matmul_staged.cu and matmul_stream.cu, which norms what it reads, give the same bits.
+// matmul_staged.cu, and matmul_stream.cu and route_row.cuh, which norm what they read, give the
+// same bits.
 //
 // Columns are cut to runs of 256; of a run, lane l has the eight from 8 l on. Multiply-adds are
 // written out, so that no compiler's choice changes a bit.
@@ -28,8 +29,7 @@ __device__ __forceinline__ float factor_of(float squares, float inverse, float e
 #endif
 }
 
-// The same; sums: of the runs, of which there are MOST at
-// most. Every lane gets it.
+// The same; sums: of the runs, of which there are MOST at most. Every lane gets it.
 template <int MOST = 1 << 20>
 __device__ __forceinline__ float norm_factor(const float* sums, int runs, float inverse, float eps,
                                              int lane) {
