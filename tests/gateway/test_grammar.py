@@ -263,3 +263,13 @@ def test_answers_of_one_grammar_share_their_pace(grammars):
     first, second = grammars.guide(lark), grammars.guide(lark)
     assert first.pace is second.pace is first.copy().pace
     assert first.pace is not grammars.guide(json_grammar({"type": "integer"})).pace
+
+
+def test_without_the_package_a_grammar_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no wheel of it for POWER: whatever form it comes in, that is what is said."""
+    monkeypatch.setattr(grammar, "_llguidance", None)
+    for lark in (lark_of('root ::= "a"'), lark_of_regex("a+"), json_grammar({"type": "string"})):
+        with pytest.raises(GrammarError, match="llguidance is not installed on this server"):
+            grammars.guide(lark)
