@@ -170,9 +170,9 @@ class Engine:
 
     # --- streams --------------------------------------------------------------------------
 
-    def _cancel(self, request: Request, error: str = "") -> None:
+    def _cancel(self, request: Request, error: str = "", finish: str = "cancelled") -> None:
         if self._scheduler.cancel(request.id) is not None:
-            self._end(request, Chunk(finish="error" if error else "cancelled", error=error))
+            self._end(request, Chunk(finish=finish, error=error))
             self._pump()
 
     def _end(self, request: Request, chunk: Chunk) -> None:

@@ -29,6 +29,8 @@ CHECKED_SOURCE = 1 << 16
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 KEPT = 32  # compiled grammars
 SEEN_MASKS = 16  # after which a Pace is known
+# Said of a token; all else that llguidance says of an answer is the fault of its grammar.
+NOT_ALLOWED = "satisfy the grammar"
 REMEMBERED = 0.99  # of the slowest mask, with each that comes: 5 ms are 2 ms after 91 masks
 # A row of a parser's chart, a lexer's states: what one token may cost. The work of compiling, too.
 LIMITS = {"initial_lexer_fuel": 2_000_000, "max_grammar_size": 500_000, "verbose_errors": False}
@@ -75,9 +77,11 @@ class Guide:
         return copy
 
     def advance(self, tokens: Sequence[int]) -> np.ndarray:
-        """uint32 [ceil(V / 32)], token t in bit t % 32 of word t // 32. Raises GrammarError."""
+        """uint32 [ceil(V / 32)], token t in bit t % 32 of word t // 32. Raises GrammarError where
+        a limit is met or nothing may follow, ValueError for a token that the mask has not."""
         if not self._matcher.consume_tokens(list(tokens)):
-            raise GrammarError(_first_line(self._matcher.get_error()) or "a token does not fit")
+            why = _first_line(self._matcher.get_error())
+            raise ValueError(why) if not why or NOT_ALLOWED in why else GrammarError(why)
         return self._allowed()
 
     def _allowed(self) -> np.ndarray:

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 
 import numpy as np
+from voltapile.gateway.grammar import GrammarError
 from voltapile.gateway.request import Chunk, Request, State
 
 QUICK_SECONDS = 3e-4  # that all masks of a Result together may take of the event loop
@@ -26,12 +27,15 @@ _Asked = SimpleQueue[tuple[Request, list[int]] | None]
 
 
 class Guides:
-    """go_on() is called when a mask has come later, fail(request, why) when there is none.
+    """go_on() is called when a mask has come later, fail(request, why, finish) when there is none:
+    "refused" if the grammar is at fault.
 
     Threads and queues of its own: an executor's futures cost as much as a mask.
     """
 
-    def __init__(self, go_on: Callable[[], None], fail: Callable[[Request, str], None]) -> None:
+    def __init__(
+        self, go_on: Callable[[], None], fail: Callable[[Request, str, str], None]
+    ) -> None:
         self._go_on, self._fail = go_on, fail
         self._usual: _Asked = SimpleQueue()
         self._slow: _Asked = SimpleQueue()
@@ -79,8 +83,10 @@ class Guides:
     def _take(self, request: Request, found: np.ndarray | BaseException) -> None:
         if request.state is State.FINISHED:
             return
-        if isinstance(found, BaseException):
-            self._fail(request, f"the grammar cannot be followed: {found}")
+        if isinstance(found, GrammarError):
+            self._fail(request, str(found), "refused")
+        elif isinstance(found, BaseException):
+            self._fail(request, f"the grammar cannot be followed: {found}", "error")
         else:
             request.mask = found
             self._go_on()

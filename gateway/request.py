@@ -35,9 +35,9 @@ class Chunk(msgspec.Struct):
     """Some more tokens of a stream.
 
     finish: "" (more will come) | "stop" (a stop id, which is the last of tokens) | "length" |
-    "error" (error says what) | "cancelled". logprobs, prompt_logprobs, hidden: as in
-    protocol.Sampled, where they were wanted. seconds: that workers spent on its tokens, but for the
-    first of a stream, which is the prompt's.
+    "error" (error says what) | "refused" (the grammar is at fault, as error says) | "cancelled".
+    logprobs, prompt_logprobs, hidden: as in protocol.Sampled, where they were wanted. seconds: that
+    workers spent on its tokens, but for the first of a stream, which is the prompt's.
     """
 
     tokens: list[int] = []

@@ -19,6 +19,7 @@ from voltapile.gateway.api.errors import ApiError, engine_error, unavailable
 from voltapile.gateway.api.options import Options
 from voltapile.gateway.api.reading import Reading
 from voltapile.gateway.api.services import Services
+from voltapile.gateway.api.structured import refused
 from voltapile.gateway.api.transcript import Piece, Transcript
 from voltapile.gateway.dialects.dialect import Fragment
 from voltapile.gateway.engine import Chunk
@@ -223,6 +224,11 @@ class Generation:
         if chunk.finish == "error":
             self.finish = "error"
             raise engine_error(chunk.error or "the engine failed")
+        if chunk.finish == "refused":
+            self.finish = "error"
+            asked = self.options.constraint
+            why = f"this answer cannot follow it any further: {chunk.error}"
+            raise refused(asked.param if asked else "tools", why)
         if not chunk.tokens and not chunk.finish:
             return None
         self._last = time.monotonic()

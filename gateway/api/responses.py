@@ -16,7 +16,7 @@ from voltapile.gateway.api.bounds import bounds_of
 from voltapile.gateway.api.errors import ApiError, json_response
 from voltapile.gateway.api.generate import Delta, Generation, Outcome, started, usage
 from voltapile.gateway.api.prompt import conversation
-from voltapile.gateway.api.responses_fields import in_these_words
+from voltapile.gateway.api.responses_fields import in_its_words, in_these_words
 from voltapile.gateway.api.responses_schema import ResponsesRequest, responses_request
 from voltapile.gateway.api.services import SERVICES, Services, client_of, off_loop, read_body
 from voltapile.gateway.api.sse import EventStream
@@ -53,7 +53,8 @@ async def responses(request: web.Request) -> web.StreamResponse:
     try:
         if chat.options.stream:
             return await _streamed(request, services, answer)
-        answer.take(await generation.whole())
+        with in_these_words():
+            answer.take(await generation.whole())
         return json_response(answer.response())
     finally:
         generation.close()
@@ -119,6 +120,7 @@ class _Answer:
         )
 
     def failure(self, error: ApiError) -> bytes:
+        error = in_its_words(error)
         told = {"code": error.code or "server_error", "message": error.message}
         data = self._event("response.failed", response=self.response("failed", told))
         return data + self._event("error", param=error.param, **told)

@@ -81,12 +81,16 @@ def in_these_words() -> Iterator[None]:
     try:
         yield
     except (ApiError, Refused) as raised:
-        error = from_exception(raised)
-        for chats, ours in SAID:
-            error.message = error.message.replace(f"'{chats}", f"'{ours}")
-            if error.param and error.param.startswith(chats):
-                error.param = ours + error.param.removeprefix(chats)
-        raise error from None
+        raise in_its_words(from_exception(raised)) from None
+
+
+def in_its_words(error: ApiError) -> ApiError:
+    """See in_these_words."""
+    for chats, ours in SAID:
+        error.message = error.message.replace(f"'{chats}", f"'{ours}")
+        if error.param and error.param.startswith(chats):
+            error.param = ours + error.param.removeprefix(chats)
+    return error
 
 
 def check_single(options: Options) -> None:

@@ -273,3 +273,12 @@ def test_without_the_package_a_grammar_is_refused(
     for lark in (lark_of('root ::= "a"'), lark_of_regex("a+"), json_grammar({"type": "string"})):
         with pytest.raises(GrammarError, match="llguidance is not installed on this server"):
             grammars.guide(lark)
+
+
+def test_a_limit_is_the_grammars_fault_and_a_token_is_not(grammars):
+    wide = " | ".join(f'"a" "b{n}"' for n in range(2100))  # a row of the chart holds 2,000
+    with pytest.raises(GrammarError, match="max is 2000"):
+        grammars.guide(f'start: ("x" | "y") ({wide})').advance(b"x")
+    with pytest.raises(ValueError, match="satisfy the grammar") as caught:
+        grammars.guide('start: "x" | "y"').advance(b"z")
+    assert not isinstance(caught.value, GrammarError)

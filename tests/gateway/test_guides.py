@@ -15,7 +15,8 @@ class Panic(BaseException):
 
 
 class Follower:
-    """A Guide that allows the token behind the last one; after 9 nothing, after 8 it breaks."""
+    """A Guide that allows the token behind the last one; after 9 nothing, after 8 and 10
+    it breaks."""
 
     seconds = math.inf
 
@@ -32,6 +33,8 @@ class Follower:
             raise GrammarError("nothing fits it")
         if tokens[-1] == 8:
             raise Panic("out of bounds")
+        if tokens[-1] == 10:
+            raise ValueError("no such token")
         return np.array([2 << tokens[-1]], np.uint32)
 
 
@@ -72,17 +75,18 @@ async def test_what_cannot_be_followed_ends_its_request_only(told):
     bound = request(Follower())
     guides.follow([(bound, Chunk([9]))])
     await asyncio.wait_for(changed.wait(), 5)
-    assert news == [(bound, "the grammar cannot be followed: nothing fits it")]
+    assert news == [(bound, "nothing fits it", "refused")]
 
 
-async def test_what_breaks_leaves_others_their_masks(told):
+@pytest.mark.parametrize(("token", "why"), [(8, "out of bounds"), (10, "no such token")])
+async def test_what_breaks_leaves_others_their_masks(told, token, why):
     guides, news, _ = told
     broken, bound = request(Follower()), request(Follower())
-    guides.follow([(broken, Chunk([8])), (bound, Chunk([3]))])
+    guides.follow([(broken, Chunk([token])), (bound, Chunk([3]))])
     async with asyncio.timeout(5):
         while len(news) < 2:
             await asyncio.sleep(0.01)
-    assert news == [(broken, "the grammar cannot be followed: out of bounds"), ()]
+    assert news == [(broken, f"the grammar cannot be followed: {why}", "error"), ()]
     assert bound.mask.tolist() == [2 << 3]
 
 

@@ -24,6 +24,19 @@ async def test_an_engine_error_is_500(post, engine, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
+async def test_a_grammar_that_was_refused_late_is_400(post, events, engine, path):
+    engine.script[2:] = [Chunk(finish="refused", error="it is too much")]
+    status, body = await post(path, BODIES[path] | {"guided_choice": ["Hello"]})
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+    assert (body["error"]["param"], body["error"]["code"]) == ("guided_choice", "invalid_schema")
+    assert body["error"]["message"] == (
+        "'guided_choice' cannot be used: this answer cannot follow it any further: it is too much"
+    )
+    *_, last, done = await events(path, BODIES[path])
+    assert (last["error"]["type"], done) == ("invalid_request_error", "[DONE]")
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("failure", [Chunk(finish="error", error="rank 0 died"), ValueError("x")])
 async def test_an_error_in_a_stream_is_its_last_event(events, engine, path, failure):
     engine.script[2:] = [failure]

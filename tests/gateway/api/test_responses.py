@@ -147,6 +147,20 @@ async def test_a_stream_that_breaks(client, engine):
     assert (error["type"], error["message"]) == ("error", "lost")
 
 
+async def test_a_form_that_is_refused_late_has_its_name_here(client, post, engine):
+    engine.script = [Chunk([72]), Chunk(finish="refused", error="it is too much")]
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "string"}}
+    asked = {"input": "hi", "text": {"format": form}}
+    status, body = await post(PATH, asked)
+    assert (status, body["error"]["param"]) == (400, "text.format.schema")
+    assert body["error"]["message"].startswith("'text.format.schema' cannot be used: ")
+    async with client.post(PATH, json=asked | {"stream": True}) as response:
+        text = (await response.read()).decode()
+    error = json.loads(text.rstrip().rsplit("data: ", 1)[1])
+    assert (error["type"], error["code"]) == ("error", "invalid_schema")
+    assert error["param"] == "text.format.schema"
+
+
 async def test_a_conversation(post, engine):
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Be."}]},

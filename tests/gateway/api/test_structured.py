@@ -203,6 +203,18 @@ async def test_an_enum_of_thousands_is_compiled_in_time(post):
     assert json.loads(body["choices"][0]["message"]["content"]) in schema["enum"]
 
 
+async def test_a_grammar_that_becomes_too_complex_is_the_clients_fault(post):
+    """Found when the answer has begun: it is the request's own end, and no other's."""
+    wide = " | ".join(f'"a" "b{n}"' for n in range(2100))  # more than llguidance has room for
+    asked = BODY | {"grammar": f'start: ("x" | "y") ({wide})'}
+    free = post({"prompt": "x", "max_tokens": 50}, "/v1/completions")
+    (status, body), (other, _) = await asyncio.gather(post(asked), free)
+    assert (status, other) == (400, 200)
+    assert (body["error"]["param"], body["error"]["code"]) == ("grammar", "invalid_schema")
+    assert "max is 2000" in body["error"]["message"]
+    assert "\n" not in body["error"]["message"]
+
+
 async def test_free_and_bound_answers_at_once(post):
     free = BODY | {"max_tokens": 40}
     answers = await asyncio.gather(*(post(b) for b in (free, BODY | {"json_schema": SCHEMA}, free)))
