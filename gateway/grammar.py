@@ -11,6 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -96,12 +97,14 @@ class Guide:
 
 
 class Grammars:
-    """Compiles Lark, of llguidance's kind, for one vocabulary. Safe to use from several threads."""
+    """Compiles Lark, of llguidance's kind, for one vocabulary. Safe to use from several threads:
+    who asks for a grammar that is being compiled waits for it, and for no other."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Guide] = OrderedDict()
+        self._lock = threading.Lock()  # of what is kept
+        self._kept: OrderedDict[str, Future[Guide]] = OrderedDict()
+        self._making = threading.Lock()  # of the vocabulary
         self._vocabulary: Any = None  # made when it is first needed: it takes half a second
 
     def guide(self, lark: str) -> Guide:
@@ -111,16 +114,29 @@ class Grammars:
         if len(lark) > MAX_SOURCE:
             raise GrammarError(f"it has {len(lark)} characters; at most {MAX_SOURCE}")
         with self._lock:
-            if lark not in self._kept:
-                self._kept[lark] = self._compiled(lark)
-                if len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
+            is_new = lark not in self._kept
+            found = self._kept.setdefault(lark, Future())
             self._kept.move_to_end(lark)
-            return self._kept[lark].copy()
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        if is_new:
+            self._compile(lark, found)
+        return found.result().copy()
+
+    def _compile(self, lark: str, found: Future[Guide]) -> None:
+        """What fails is told to those who wait already, and not kept."""
+        try:
+            found.set_result(self._compiled(lark))
+        except BaseException as error:  # Rust's panics, too, or others would wait for ever
+            with self._lock:
+                if self._kept.get(lark) is found:
+                    del self._kept[lark]
+            found.set_exception(error)
 
     def _compiled(self, lark: str) -> Guide:
-        if self._vocabulary is None:
-            self._vocabulary = _vocabulary(self._tokenizer)
+        with self._making:
+            if self._vocabulary is None:
+                self._vocabulary = _vocabulary(self._tokenizer)
         limits = _llguidance.LLParserLimits(**LIMITS)
         source = _llguidance.LLMatcher.grammar_from_lark(lark)
         matcher = _llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)

@@ -2,7 +2,11 @@
 
 import contextlib
 import json
+import threading
 import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -273,6 +277,63 @@ def test_without_the_package_a_grammar_is_refused(
     for lark in (lark_of('root ::= "a"'), lark_of_regex("a+"), json_grammar({"type": "string"})):
         with pytest.raises(GrammarError, match="llguidance is not installed on this server"):
             grammars.guide(lark)
+
+
+@pytest.fixture
+def slow(grammars, monkeypatch):
+    """A grammar whose compiling begins, and goes on when it is told; and how often it has begun."""
+    compiled, began, may_go = grammars._compiled, threading.Semaphore(0), threading.Event()
+    slow, count = 'start: "slow"', []
+
+    def compile(lark):
+        if lark == slow:
+            count.append(lark)
+            began.release()
+            assert may_go.wait(10)
+        return compiled(lark)
+
+    monkeypatch.setattr(grammars, "_compiled", compile)
+    return slow, began, may_go, count
+
+
+def test_a_slow_grammar_holds_up_no_other(grammars, slow):
+    """And two who ask for it have it compiled once."""
+    lark, began, may_go, count = slow
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(grammars.guide, lark) for _ in range(2)]
+        try:
+            assert began.acquire(timeout=10)
+            assert fits(pool.submit(grammars.guide, 'start: "quick"').result(5), "quick")
+            assert not any(each.done() for each in asked)
+        finally:
+            may_go.set()
+        assert all(fits(each.result(10), "slow") for each in asked)
+    assert len(count) == 1
+
+
+def test_who_waits_for_a_grammar_that_fails_is_told(grammars, slow, monkeypatch):
+    lark, began, may_go, count = slow
+    monkeypatch.setattr(grammar, "_check_beginning", Mock(side_effect=GrammarError("no")))
+    monkeypatch.setattr(grammars, "_kept", OrderedDict())
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(grammars.guide, lark) for _ in range(2)]
+        assert began.acquire(timeout=10)
+        may_go.set()
+        for each in asked:
+            with pytest.raises(GrammarError, match="no"):
+                each.result(10)
+    monkeypatch.setattr(grammar, "_check_beginning", Mock())
+    begun = len(count)
+    assert fits(grammars.guide(lark), "slow")
+    assert len(count) == begun + 1  # tried again
+
+
+def test_no_more_are_kept_than_that(grammars, monkeypatch):
+    monkeypatch.setattr(grammars, "_kept", OrderedDict())
+    for n in range(grammar.KEPT + 3):
+        grammars.guide(f'start: "{n}"')
+    assert len(grammars._kept) == grammar.KEPT
+    assert next(iter(grammars._kept)) == 'start: "3"'
 
 
 def test_a_limit_is_the_grammars_fault_and_a_token_is_not(grammars):
