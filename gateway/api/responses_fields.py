@@ -7,7 +7,7 @@ chat's. It reads no items and no tools.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,17 +76,19 @@ def of_the_chat(fields: Fields) -> dict[str, Any]:
 
 
 @contextmanager
-def in_these_words() -> Iterator[None]:
-    """Errors of the chat that a body became name what the client has sent."""
+def in_these_words(places: Sequence[str] = ()) -> Iterator[None]:
+    """Errors of the chat that a body became name what the client has sent. places: of its tools,
+    which the chat counts one after the other."""
     try:
         yield
     except (ApiError, Refused) as raised:
-        raise in_its_words(from_exception(raised)) from None
+        raise in_its_words(from_exception(raised), places) from None
 
 
-def in_its_words(error: ApiError) -> ApiError:
+def in_its_words(error: ApiError, places: Sequence[str] = ()) -> ApiError:
     """See in_these_words."""
-    for chats, ours in SAID:
+    tools = [(f"tools[{i}].function", place) for i, place in enumerate(places)]
+    for chats, ours in (*SAID, *tools):
         error.message = error.message.replace(f"'{chats}", f"'{ours}")
         if error.param and error.param.startswith(chats):
             error.param = ours + error.param.removeprefix(chats)

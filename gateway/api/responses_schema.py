@@ -6,6 +6,7 @@ the whole conversation each time. It does not know how the answer looks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,12 @@ def responses_request(
     chat |= _limit(fields) | _form(fields) | _effort(fields)
     chat["messages"] = _instructions(fields) + _messages(fields.values.get("input"))
     spaces: dict[str, tuple[str, str]] = {}
+    places: list[str] = []
     if fields.values.get("tools") is not None:
-        chat["tools"] = _tools(fields.list("tools"), "tools", spaces)
+        found = list(_tools(fields.list("tools"), "tools", spaces))
+        chat["tools"], places = [tool for tool, _ in found], [place for _, place in found]
     chat["tool_choice"] = _choice(fields.values.get("tool_choice"))
-    with in_these_words():
+    with in_these_words(places):
         asked = chat_of(Fields(chat).over(defaults), vocab_size, len(body))
     check_single(asked.options)
     return ResponsesRequest(asked, fields, spaces)
@@ -78,23 +81,21 @@ def _effort(fields: Fields) -> dict[str, Any]:
 
 def _tools(
     given: list[Any], param: str, spaces: dict[str, tuple[str, str]]
-) -> list[dict[str, Any]]:
-    """A namespace holds tools of its own, whose names others may have, too."""
-    tools: list[dict[str, Any]] = []
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each with its place. A namespace holds tools of its own, whose names others may have, too."""
     for i, tool in enumerate(given):
         where = f"{param}[{i}]"
         if not isinstance(tool, dict) or tool.get("type") != "namespace":
-            tools.append(_tool(tool, where))
+            yield _tool(tool, where), where
             continue
         fields = Fields(tool, f"{where}.")
         space = _name(fields, "name", where)
-        for each in _tools(fields.list("tools"), f"{where}.tools", {}):
-            tools.append(each)
+        for each, place in _tools(fields.list("tools"), f"{where}.tools", {}):
             name = each["function"].get("name")
             if isinstance(name, str):  # or the chat refuses it
                 each["function"]["name"] = joined = _joined(space, name)
                 spaces[joined] = space, name
-    return tools
+            yield each, place
 
 
 def _joined(space: Any, name: Any) -> Any:

@@ -307,7 +307,12 @@ async def test_every_field_of_openais_client_is_known():
         ({"tools": [{"type": "namespace", "name": "", "tools": [TOOL]}]}, "tools[0].name"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [5]}]}, "tools[0].tools[0]"),
         ({"tools": [{"type": "namespace", "name": "a", "tools": [TOOL | {"name": []}]}]},
-         "tools[0].function.name"),
+         "tools[0].tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [TOOL, TOOL | {"name": "b"}]},
+                    TOOL | {"name": "a b"}]}, "tools[1].name"),
+        ({"tools": [TOOL, {"type": "namespace", "name": "a", "tools": [
+            TOOL, TOOL | {"name": "b", "parameters": {"type": "string"}}]}]},
+         "tools[1].tools[1].parameters.type"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
@@ -319,6 +324,7 @@ async def test_every_field_of_openais_client_is_known():
 async def test_bad_bodies(post, engine, given, param):
     status, body = await post(PATH, {"input": "hi"} | given)
     assert (status, body["error"]["param"]) == (400, param), body
+    assert ".function" not in body["error"]["message"]  # which is a chat's
     assert engine.prompts == []
 
 
