@@ -93,7 +93,7 @@ def driver(sight: Sight) -> Iterator[Finding]:
                 "all of them",
             )
         for card in library.cards():
-            yield from _card(card)
+            yield from _card(card, _name(card, sight.machine))
 
 
 def _cards_on_bus(sight: Sight) -> list[str]:
@@ -106,8 +106,16 @@ def _cards_on_bus(sight: Sight) -> list[str]:
     )
 
 
-def _card(card: nvml.Card) -> Iterator[Finding]:
-    name, arch = f"GPU {card.index} ({card.name})", card.arch or 0
+def _name(card: nvml.Card, machine: Machine) -> str:
+    """As nvidia-smi counts, and as --device does where that is another number or none."""
+    ours = [gpu.index for gpu in machine.gpus if gpu.bus == card.bus]
+    if not card.bus or ours == [card.index]:
+        return f"GPU {card.index} ({card.name})"
+    return f"GPU {card.index} ({card.name}, {f'here cuda:{ours[0]}' if ours else 'not visible'})"
+
+
+def _card(card: nvml.Card, name: str) -> Iterator[Finding]:
+    arch = card.arch or 0
     if arch < LEAST_ARCH:
         yield Finding("note", f"{name}: compute capability {arch / 10}, and 7.0 is the least",
                       "it is left out")  # fmt: skip
@@ -141,7 +149,7 @@ def _memory_of(card: nvml.Card, name: str) -> Iterator[Finding]:
 
 def peers(sight: Sight) -> Iterator[Finding]:
     gpus, links = sight.machine.gpus, sight.machine.links
-    apart = [f"{link.a}-{link.b}" for link in links if not link.peer]
+    apart = [f"cuda:{link.a}-{link.b}" for link in links if not link.peer]
     if len(gpus) < 2:
         return
     if not apart:

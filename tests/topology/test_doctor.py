@@ -18,7 +18,7 @@ from fake_nvml import Fake, FakeNvml
 from voltapile.shm.segment import FOLDER
 from voltapile.topology import doctor
 from voltapile.topology.doctor import CHECKS, Finding, Sight, examine
-from voltapile.topology.gpu import Gpu, Link
+from voltapile.topology.gpu import Gpu, Link, probe_gpus
 from voltapile.topology.machine import CpuNode, Machine
 from voltapile.topology.nodes import MemoryNode
 
@@ -85,6 +85,28 @@ def test_what_the_driver_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert only(seen, "compute capability 6.1")[0] == "note"
 
 
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["GPU 0 (Tesla)", "GPU 1 (Tesla)", "GPU 2 (Tesla)"]),
+        ("2,1", ["GPU 0 (Tesla, not visible)", "GPU 1 (Tesla)", "GPU 2 (Tesla, here cuda:0)"]),
+        ("", [f"GPU {index} (Tesla, not visible)" for index in range(3)]),
+    ],
+)
+def test_cards_have_both_numbers_where_they_differ(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, names: list[str]
+) -> None:
+    """The driver's, which nvidia-smi takes, and CUDA's, which --device takes."""
+    with_driver(
+        monkeypatch,
+        [Fake(name="Tesla", bus=f"0000:0{bus}:00.0", persistence=0) for bus in range(3)],
+    )
+    gpus, _ = probe_gpus(Path("/nowhere"), visible)
+    seen = found(doctor.driver, Sight(msgspec.structs.replace(MACHINE, gpus=gpus)))
+    told = [what.rpartition(": ")[0] for what in seen if "lets go of it" in what]
+    assert told == names
+
+
 def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeNvml([])
     monkeypatch.setattr(doctor, "LEAST_CUDA", (12, 8))
@@ -94,7 +116,7 @@ def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peers() -> None:
-    assert only(found(doctor.peers, Sight(MACHINE)), "GPUs 0-1 do not reach")[0] == "slow"
+    assert only(found(doctor.peers, Sight(MACHINE)), "GPUs cuda:0-1 do not reach")[0] == "slow"
     link = Link(a=0, b=1, kind="nvlink", bandwidth=1.0)
     linked = msgspec.structs.replace(MACHINE, links=[link])
     assert only(found(doctor.peers, Sight(linked)), "all 2 GPUs reach")[0] == "ok"
