@@ -43,16 +43,11 @@ class Model:
     plan: Plan
     largest: int  # context that fits
 
-    def decode(self, context: int, streams: int = 1) -> Work:
-        return roofline.decode(self.spec, self.plan, [context] * streams)
-
-    def prefill(self, tokens: int) -> Work:
-        return roofline.prefill(self.spec, self.plan, tokens)
-
-    def work_of(self, row: dict[str, Any]) -> Work:
+    def work_of(self, row: dict[str, Any], card: Card) -> Work:
         if "prefill" in row:
-            return self.prefill(row["prefill"])
-        return self.decode(row["decode"], row.get("streams", 1))
+            return roofline.prefill(self.spec, self.plan, row["prefill"], at_once=card.at_once)
+        contexts = [row["decode"]] * row.get("streams", 1)
+        return roofline.decode(self.spec, self.plan, contexts, card.at_once)
 
 
 def open_model(path: Path, computer: machine.Machine, args: argparse.Namespace) -> Model:
@@ -88,7 +83,7 @@ def rows_of(model: Model) -> Iterator[tuple[str, int, dict[str, Any]]]:
 def show(model: Model, card: Card, measured: dict[str, Any], is_default_cache: bool) -> None:
     print(f"\n{model.name}\n| {' | '.join(HEADER)} |\n{'|---' * len(HEADER)}|")
     for label, context, row in rows_of(model):
-        work = model.work_of(row)
+        work = model.work_of(row, card)
         predicted, limit = roofline.seconds(work, card), roofline.limit(work, card)
         known = [
             each["tok_s"]
@@ -112,7 +107,7 @@ def fit(models: list[Model], card: Card, measured: dict[str, Any]) -> None:
     """Least squares of relative errors. What only few rows depend on may be fixed beforehand."""
     by_name = {model.name: model for model in models}
     rows = [row for row in measured["rows"] if row["model"] in by_name]
-    works = [by_name[row["model"]].work_of(row) for row in rows]
+    works = [by_name[row["model"]].work_of(row, card) for row in rows]
     seconds = np.array([w.tokens / row["tok_s"] for w, row in zip(works, rows, strict=True)])
     names, fixed = list(roofline.OURS), measured["fixed"]
     costs = np.array([list(roofline.costs(work, card).values()) for work in works])

@@ -19,6 +19,7 @@ from voltapile.topology.spec import Spec
 
 TILE = 8  # tokens of a tensor core's tile: fewer cost as much
 ROWS_AT_ONCE = 16  # tokens for which the engine of few rows reads a weight once
+CLUSTER_ARCH, CLUSTER_ROWS = 90, 32  # and where clusters of blocks share what they read
 MANY_ROWS = 64  # of a prompt, from which on a weight is unpacked to halves for cuBLAS
 LAYER_LAUNCHES, STEP_LAUNCHES = 8, 8  # of a decode step
 MANY_LAYER_LAUNCHES = 30  # of a prompt's layer, with its weights unpacked
@@ -56,13 +57,15 @@ FLOP_AN_ISSUE = 2 * 16 * 256 * 8 / 400
 @dataclass(frozen=True)
 class Card:
     """What a GPU reaches: bytes, fp16 tensor FLOP, and instructions of warps, a second.
-    is_measured: by this project."""
+    is_measured: by this project. at_once: tokens of a product of few rows that a weight is read
+    for."""
 
     name: str
     bandwidth: float
     flops: float
     issues: float
     is_measured: bool = False
+    at_once: int = ROWS_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -104,26 +107,29 @@ OURS = {
 
 def card_of(gpu: Gpu) -> Card | None:
     """None for a card that is neither listed nor tells enough."""
+    at_once = CLUSTER_ROWS if gpu.arch == CLUSTER_ARCH else ROWS_AT_ONCE
     for part, speeds in KNOWN.items():
         if part in gpu.name:
-            return Card(gpu.name, *speeds, is_measured=part == "H200")
+            return Card(gpu.name, *speeds, part == "H200", at_once)
     known = [arch for arch in FLOPS_A_BYTE if arch <= gpu.arch]
     if not gpu.bandwidth or not known:
         return None
     flops = gpu.bandwidth * FLOPS_A_BYTE[max(known)]
     issues = gpu.bandwidth * ISSUES_A_BYTE
-    return Card(gpu.name, gpu.bandwidth * REACHED_BYTES, flops * REACHED_FLOPS, issues)
+    speeds = gpu.bandwidth * REACHED_BYTES, flops * REACHED_FLOPS, issues
+    return Card(gpu.name, *speeds, at_once=at_once)
 
 
-def decode(spec: Spec, plan: Plan, contexts: Sequence[int]) -> Work:
-    """One token of each stream; contexts: positions that each of them sees, its own included."""
+def decode(spec: Spec, plan: Plan, contexts: Sequence[int], at_once: int = ROWS_AT_ONCE) -> Work:
+    """One token of each stream; contexts: positions that each of them sees, its own included.
+    at_once: the card's."""
     rows = len(contexts)
     read, params = _weights(spec, plan, rows)
     seen = [(group, _seen(group, context)) for group in plan.caches for context in contexts]
     scores = sum(_attention_flops(spec, group, count) for group, count in seen)
     return Work(
         tokens=rows,
-        weights=read * -(-rows // ROWS_AT_ONCE),
+        weights=read * -(-rows // at_once),
         cache=sum(_token_bytes(group) * count for group, count in seen),
         few=2.0 * params * rows,
         attention=scores,
@@ -131,11 +137,14 @@ def decode(spec: Spec, plan: Plan, contexts: Sequence[int]) -> Work:
     )
 
 
-def prefill(spec: Spec, plan: Plan, tokens: int, start: int = 0) -> Work:
+def prefill(
+    spec: Spec, plan: Plan, tokens: int, start: int = 0, at_once: int = ROWS_AT_ONCE
+) -> Work:
     """A prompt's `tokens` behind `start` computed ones, in steps of the Plan's size."""
     total = Work()
     for first in range(start, start + tokens, plan.batch_tokens):
-        total += _chunk(spec, plan, first, min(plan.batch_tokens, start + tokens - first))
+        size = min(plan.batch_tokens, start + tokens - first)
+        total += _chunk(spec, plan, first, size, at_once)
     return total
 
 
@@ -166,10 +175,10 @@ def limit(work: Work, card: Card) -> float:
     return arithmetic if work.many else max(work.bytes / card.bandwidth, arithmetic)
 
 
-def _chunk(spec: Spec, plan: Plan, first: int, tokens: int) -> Work:
+def _chunk(spec: Spec, plan: Plan, first: int, tokens: int, at_once: int) -> Work:
     """One step of a prompt; its last token alone takes the output matrix."""
     if tokens < MANY_ROWS:
-        return decode(spec, plan, range(first + 1, first + tokens + 1))
+        return decode(spec, plan, range(first + 1, first + tokens + 1), at_once)
     head = _head(spec, plan.tensors)
     read, params = _weights(spec, plan, tokens)
     inner = params - _params(head)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from voltapile.kernels.cuda import clusters, matmul, wide
+from voltapile.kernels.cuda.chunks import CHUNKS
 from voltapile.topology import roofline
 from voltapile.topology.gpu import Gpu
 from voltapile.topology.plan import CacheGroup, Placement, Plan
@@ -68,8 +70,19 @@ def test_experts_are_read_as_they_are_chosen() -> None:
 
 
 def test_many_rows_read_the_weights_again() -> None:
-    reads = [roofline.decode(SPEC, PLAN, [10] * rows).weights / READ for rows in (1, 16, 17, 64)]
-    assert reads == [1, 1, 2, 4]
+    for name, arch, expected in (("V100", 70, [1, 1, 2, 2, 4]), ("H200", 90, [1, 1, 1, 1, 2])):
+        card = roofline.card_of(gpu(name, arch))
+        assert card is not None
+        works = [
+            roofline.decode(SPEC, PLAN, [10] * rows, card.at_once) for rows in (1, 16, 17, 32, 64)
+        ]
+        assert [work.weights / READ for work in works] == expected
+
+
+def test_rows_are_read_for_as_many_as_kernels_take() -> None:
+    assert (clusters.ARCH, clusters.ROOM) == (roofline.CLUSTER_ARCH, roofline.CLUSTER_ROWS)
+    assert wide.ROOM == roofline.ROWS_AT_ONCE
+    assert matmul.room_for(64, [CHUNKS["Q4_K"]], 70) == roofline.ROWS_AT_ONCE
 
 
 def test_a_tied_embedding_is_read_as_the_output_matrix() -> None:
@@ -97,6 +110,7 @@ def test_a_short_prompt_takes_the_engine_of_few_rows() -> None:
     work = roofline.prefill(SPEC, PLAN, roofline.MANY_ROWS - 1)
     assert work.many == 0
     assert work.few == 2 * (roofline.MANY_ROWS - 1) * 9600
+    assert work.weights == 2 * roofline.prefill(SPEC, PLAN, 63, at_once=32).weights
 
 
 def test_seconds_add_up_and_none_is_below_the_limit() -> None:
