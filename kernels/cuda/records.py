@@ -22,6 +22,7 @@ MIXED = [pair for pair in stream.MIXED if set(pair) <= set(FORMATS)]
 PAIRS = [*((name, name) for name in FORMATS), *MIXED]
 COLUMNS, CHUNKS_OF_A_BLOCK = 256, 8
 LONGEST = 8192  # columns of a row that is normed: a warp each COLUMNS
+APART = ("Q6_K",)  # where a lane of sm_80's takes columns that are no neighbours
 
 
 def _instance(function: str, pair: tuple[str, str], is_seated: bool) -> Instance:
@@ -81,7 +82,7 @@ def made(
             (tokens,),
             32 * (columns // COLUMNS),
             (norm.x.ptr, norm.weight.ptr, out, *places, *sizes, *numbers),
-            shared=spread(ops, tokens, 0),
+            shared=spread(ops, tokens, _norm_bytes(key[0])),
         )
     else:
         grid = -(-columns // (COLUMNS * CHUNKS_OF_A_BLOCK)), tokens * len(names)
@@ -92,3 +93,8 @@ def made(
             shared=spread(ops, grid[0] * grid[1], 0),
         )
     return found.get(pair[0], 0), found.get(pair[1], 0)
+
+
+def _norm_bytes(pair: tuple[str, str]) -> int:
+    """Of norm_tokens' own shared memory: a sum of each warp, and rows where lanes exchange them."""
+    return LONGEST // COLUMNS * 4 + LONGEST * 4 * any(name in APART for name in pair)

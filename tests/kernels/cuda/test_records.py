@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import norms, records, rows
-from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
 from voltapile.kernels.cuda.launch import DeviceArray
+from voltapile.kernels.cuda.spread import RESERVED
 
 from .emulation import EmulatedOps, has_compiler
 from .test_fragments import ops_of
 from .test_norms import EPS, names, residual, vector
+from .test_resources import TABLE
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 
@@ -52,6 +54,20 @@ def written(
         return parts
     kept = slice(512, 544) if CHUNKS[name].has_offset else slice(0)
     return np.concatenate([parts[:, :512], parts[:, kept], parts[:, 544:548]], axis=1)
+
+
+@pytest.mark.parametrize("pair", [("Q4_K", "Q4_K"), ("Q6_K", "Q6_K"), ("Q4_K", "Q6_K")])
+def test_blocks_that_norm_find_room_side_by_side(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]
+) -> None:
+    """As many as are each multiprocessor's share, and no more, with what kernels hold anyway."""
+    ops = ops_of(90, folder)
+    monkeypatch.setattr(ops, "multiprocessors", 4)
+    late = norms.LateNorms().norm(ops, residual(ops, 11, 768), vector(ops, 768, 2), EPS)
+    records.made(ops, late, pair, has_both=True)
+    [(instance, _, shared)] = ops.launched
+    held = TABLE["sm_90"][instance.name][3] + shared + RESERVED
+    assert (max_shared(90) + RESERVED) // held == 3
 
 
 @pytest.mark.parametrize("columns", [512, 8448])
