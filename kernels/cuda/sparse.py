@@ -71,10 +71,10 @@ class IndexCache:
 
 @dataclass(eq=False)
 class Chosen:
-    """Of each token: rising blocks [T, most], how many there are [T], positions of each."""
+    """blocks: of each token, rising, [T, most]; of fewer the first alone. block: positions of one.
+    How many there are follows from a token's position."""
 
     blocks: DeviceArray
-    counts: DeviceArray
     block: int
 
 
@@ -165,25 +165,25 @@ def choose_blocks(
     dim, block, chosen = cache.ring.shape[2], cache.block, top_k // cache.block
     assert q.shape == (tokens, heads * dim), (q, heads, dim)
     most = table.shape[1] * PAGE_TOKENS // block
-    blocks, counts = ops.scratch((tokens, chosen), np.int32), ops.scratch((tokens,), np.int32)
+    blocks = ops.scratch((tokens, chosen), np.int32)
     step, generated = max(1, min(MAX_TOKENS, SCORES_BYTES // (4 * most))), batch.generated
     for first, last in (0, generated), (generated, tokens):
         for start in range(first, min(last, tokens), step):
             part = slice(start, min(last, tokens, start + step))
-            where, own_counts = (batch.slots[part], batch.positions[part]), counts[part]
+            where = batch.slots[part], batch.positions[part]
             with ops.scope():
-                scores = ops.scratch((len(own_counts), most))
+                scores = ops.scratch((len(where[0]), most))
                 if most > chosen:
                     score(ops, q[part], cache, table, where, scores, chosen, start >= generated)
                 ops.kernel(CHOOSE)(
-                    (len(own_counts),),
+                    (len(scores),),
                     CHOOSERS,
                     (
-                        *_pointers(scores, where[1], blocks[part], own_counts),
+                        *_pointers(scores, where[1], blocks[part]),
                         *map(np.int32, (cache.shift, most, chosen)),
                     ),
                 )
-    return Chosen(blocks, counts, block)
+    return Chosen(blocks, block)
 
 
 def score(

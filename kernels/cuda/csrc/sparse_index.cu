@@ -319,12 +319,12 @@ index_scores(const float* q, const float* pooled, const int* table, const int* s
   if (own_round < ROUNDS && index < whole) scores[static_cast<unsigned>(t * most + index)] = score;
 }
 
-// grid: (tokens), CHOOSERS threads. blocks: [tokens][chosen], rising; counts: [tokens]. The largest
-// scores, of equal ones the first; all, if there are no more. Scores are not negative, so their
-// bits are in their order.
+// grid: (tokens), CHOOSERS threads. blocks: [tokens][chosen], rising. The largest scores, of equal
+// ones the first; all, if there are no more. Scores are not negative, so their bits are in their
+// order.
 extern "C" __global__ void __launch_bounds__(CHOOSERS)
-index_choose(const float* scores, const int* positions, int* blocks, int* counts, int shift,
-             int most, int chosen) {
+index_choose(const float* scores, const int* positions, int* blocks, int shift, int most,
+             int chosen) {
   __shared__ int digits[DIGITS], sums[32], of_warps[2][32];
   __shared__ Cut shared_cut;
   grid_launch();
@@ -332,7 +332,6 @@ index_choose(const float* scores, const int* positions, int* blocks, int* counts
   const unsigned* own = reinterpret_cast<const unsigned*>(scores) + static_cast<unsigned>(t * most);
   blocks += static_cast<unsigned>(t * chosen);
   grid_wait();
-  if (threadIdx.x == 0) counts[t] = min(whole, chosen);
   if (whole <= chosen) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < whole; i += CHOOSERS) blocks[i] = i;
