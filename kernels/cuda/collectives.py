@@ -108,6 +108,8 @@ class CudaCollectives(ABC):
         ops, links = self._launcher(), self._links
         if links is None and part is not None and add_to is None:
             return part
+        if links is not None and self._goes_by_tails(shape):
+            return self._sum_in_tail(links, part, shape, add_to)
         out = ops.scratch(shape) if add_to is None else add_to
         late = self._joined(part, out)
         if late is None:
@@ -120,6 +122,31 @@ class CudaCollectives(ABC):
             self._late = late
         else:
             _sum(ops, links, late, add_to is not None)
+        return out
+
+    def _goes_by_tails(self, shape: tuple[int, int]) -> bool:
+        """Whether products make a sum of that shape in their tail; the same on all ranks."""
+        links = self._links
+        is_exact = self._exact_rows(shape[0]) == shape[0] > 0
+        return links is not None and is_exact and group.can_tail(links, shape)
+
+    def _sum_in_tail(
+        self,
+        links: Links,
+        part: DeviceArray | None,
+        shape: tuple[int, int],
+        add_to: DeviceArray | None,
+    ) -> DeviceArray:
+        ops, product, adds = self._launcher(), self._unfinished, add_to is not None
+        if isinstance(product, Unlaunched) and part is not None and product.sums.ptr == part.ptr:
+            # What it reads may be free by now, and a new array could lie there; its own cannot.
+            out = product.sums if add_to is None else add_to
+            self._unfinished = None
+            product.tail(out, adds, group.line_of(links))
+            return out
+        self._catch_up()
+        out = ops.scratch(shape) if add_to is None else add_to
+        group.all_reduce_tail(ops, links, part, out, adds)
         return out
 
     def _exact_rows(self, rows: int) -> int:
@@ -157,18 +184,27 @@ class CudaCollectives(ABC):
             return None
         self._catch_up()
         product = product_of(ops, x, weight, bias)
-        return self._ends_late(product.sums, product.launch)
+        self._unfinished = product
+        return product.sums
 
     def _can_push(self, shape: tuple[int, int]) -> bool:
         """Whether what makes these rows may send them, if their sum and its norm come next."""
         links = self._links
+        if self._goes_by_tails(shape):
+            return True
         if links is None or self._exact_rows(shape[0]) != shape[0]:
             return False
         return links.norms and links.pushes and group.can_norm(links, shape)
 
-    def _ends_late(self, sums: DeviceArray, launch: Callable[[Line], None]) -> DeviceArray:
+    def _ends_late(
+        self, sums: DeviceArray, launch: Callable[[DeviceArray, bool, Line, bool], None]
+    ) -> DeviceArray:
         """sums, which `launch` makes. It will be the next launch."""
-        self._unfinished = Unlaunched(sums, launch)
+        self._unfinished = Unlaunched(
+            sums,
+            lambda line: launch(sums, False, line, False),
+            lambda out, adds, line: launch(out, adds, line, True),
+        )
         return sums
 
     def _joined(self, part: DeviceArray | None, out: DeviceArray) -> Late | None:

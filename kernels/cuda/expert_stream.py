@@ -90,7 +90,12 @@ DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=DOWN_WARPS[0])
 PARTS = _instances("expert_parts", PARTS_PAIRS, WARPS=PARTS_WARPS, STRIP=STRIP)
 # Of a rank's part of a sum, which goes to the other ranks at once.
 PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in DOWN.values()}
+TAILING = {
+    each: replace(each, defines=(*each.defines, ("PUSH", "0"), ("TAIL", "1")))
+    for each in DOWN.values()
+}
 INSTANCES = [*UP.values(), *ONE.values(), *DOWN.values(), *PARTS.values(), *PUSHING.values()]
+INSTANCES += TAILING.values()
 
 
 @dataclass(frozen=True)
@@ -291,8 +296,7 @@ def begun(
     routing: tuple[DeviceArray, DeviceArray],
     table: ExpertTable,
     shared: Shared | None,
-    out: DeviceArray,
-) -> Callable[[Line], None] | None:
+) -> Callable[[DeviceArray, bool, Line, bool], None] | None:
     """What ends it, with what a kernel is told of the group that it sends its part to, and has to
     be the next launch. None if down is not expert_down_stream's; then nothing has begun."""
     if not 0 < len(x) <= FEW or not fits(ops, table, shared, routing[0].shape[1]):
@@ -300,7 +304,7 @@ def begun(
     layer = Layer(table, shared)
     with ops.scope():  # what comes after the end waits for it, and may have the memory
         inner = _up(ops, x, routing[0], layer)
-    return lambda line: _down(ops, inner, routing, layer, out, False, line)
+    return lambda out, adds, line, tails: _down(ops, inner, routing, layer, out, adds, line, tails)
 
 
 def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inner:
@@ -340,6 +344,7 @@ def _down(
     out: DeviceArray,
     adds: bool,
     line: Line = (),
+    tails: bool = False,
 ) -> None:
     """Right behind expert_up_stream: the choice is there before that ends."""
     (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
@@ -347,7 +352,7 @@ def _down(
     tiled, shared_tiled = layer.down_tiled
     numbers = used, columns, rows, int(adds), tiled + 2 * shared_tiled
     kind = DOWN[layer.down_pair, layer.is_alone]
-    ops.kernel(PUSHING[kind] if line else kind)(
+    ops.kernel(TAILING[kind] if tails else PUSHING[kind] if line else kind)(
         (rows // 16, tokens),
         32 * layer.down_warps(used, rows // 16 * tokens > ops.multiprocessors),
         (

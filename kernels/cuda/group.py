@@ -19,6 +19,8 @@ from voltapile.kernels.cuda.links import (
     PIECE_BLOCKS,
     ROW_BLOCKS,
     SLOTS,
+    TAIL_COLUMNS,
+    TAIL_TOKENS,
     TWIN,
     Links,
 )
@@ -26,6 +28,7 @@ from voltapile.kernels.cuda.rows import LONGEST_HEAD
 
 SUM = Instance("group_packs.cu", "group_sum", waits=True)
 SUM_NORM = Instance("group_norm.cu", "group_sum_norm", waits=True)
+TAIL = Instance("group_tail.cu", "group_tail", waits=True)
 SUM_SLICES = Instance("group_packs.cu", "group_sum_slices", waits=True)
 GATHER = Instance("group_packs.cu", "group_gather", waits=True)
 BROADCAST = Instance("group_packs.cu", "group_broadcast", waits=True)
@@ -41,7 +44,7 @@ ADD = Instance("group_alone.cu", "group_add")
 FILL = Instance("group_alone.cu", "group_fill")
 CHECK = Instance("group_alone.cu", "group_check")
 INSTANCES = [
-    *(SUM, SUM_NORM, SUM_SLICES, GATHER, BROADCAST, SUM_PIECES, SUM_EIGHTS, SUM_TWINS),
+    *(SUM, SUM_NORM, TAIL, SUM_SLICES, GATHER, BROADCAST, SUM_PIECES, SUM_EIGHTS, SUM_TWINS),
     *(SUM_ROWS, SEND, RECEIVE, PLACE, ADD, FILL, CHECK),
 ]
 
@@ -50,6 +53,7 @@ SLICE_BYTES = 1 << 20  # of an array up to which slices go as packs
 MOST_PACKS = PACK_BLOCKS * SLOTS  # of one launch
 FEWEST_THREADS, FAVOURED_BLOCKS = 64, 64
 PIECE_THREADS = 512
+TAIL_BLOCKS, TAIL_THREADS = 64, 128  # of a sum in tails of what lies in memory, at most
 RUN = 256  # columns of a warp, where rows are normed: csrc/norm_row.cuh
 
 
@@ -170,6 +174,24 @@ def _by_rows(
     arrays = record, 0 if part is None else part.ptr, x.ptr, weight, out
     numbers = np.int32(n), eps, *place, np.int32(is_pushed), np.int32(accumulate)
     ops.kernel(SUM_NORM)((rows,), 32 * (1 - -n // RUN), (*arrays, *numbers), 8 * n)
+
+
+def can_tail(links: Links, shape: tuple[int, ...]) -> bool:
+    """Whether a sum of that shape is made in tails; of rows that are exact."""
+    rows, n = shape
+    fits = rows <= TAIL_TOKENS and n <= TAIL_COLUMNS and n % 16 == 0
+    return links.tails and fits and links.islands == 1
+
+
+def all_reduce_tail(
+    ops: Launcher, links: Links, part: DeviceArray | None, out: DeviceArray, accumulate: bool
+) -> None:
+    """all_reduce beside ranks whose products make the sum in their tail."""
+    (tokens, n), (record, *place) = out.shape, line_of(links)
+    arrays = record, 0 if part is None else part.ptr, out.ptr
+    numbers = np.int32(n), np.int32(tokens), np.int32(accumulate), *place
+    blocks = min(TAIL_BLOCKS, -(-out.size // TAIL_THREADS))
+    ops.kernel(TAIL)((blocks,), TAIL_THREADS, (*arrays, *numbers))
 
 
 def line_of(links: Links) -> tuple[int, np.int32, np.int32]:

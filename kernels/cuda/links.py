@@ -19,7 +19,9 @@ SLOTS, PIECE, TWIN, MESSAGE = 512, 4096, 2048, 2048  # packs, floats of a block
 PACK_FLOATS = 3
 ROW_BLOCKS, LONGEST_ROW = 32, 5120  # rows of one sum that norms them, floats of each
 _PACKS, _PIECES = 2 * PACK_BLOCKS * SLOTS * 24, 2 * PIECE_BLOCKS * (PIECE + MESSAGE) * 4
-FLAGS_AT = _PACKS + _PIECES + 2 * ROW_BLOCKS * LONGEST_ROW * 4
+TAIL_TOKENS, TAIL_COLUMNS = 8, 8192  # of a sum in tails, at most
+TAILS_AT = _PACKS + _PIECES + 2 * ROW_BLOCKS * LONGEST_ROW * 4
+FLAGS_AT = TAILS_AT + 2 * TAIL_TOKENS * TAIL_COLUMNS * 4
 ROOM = FLAGS_AT + (64 << 10)  # bytes of a rank at each other one
 
 FINE, LATE, ENDED = range(3)  # what a report begins with
@@ -49,6 +51,8 @@ RECORD = np.dtype(
         ("taken", *_COUNTS),
         ("rows", "<u4", ROW_BLOCKS),
         ("ended", "<u4", ROW_BLOCKS),
+        ("tails", "<u4"),
+        ("unused", "<u4"),
     ]
 )
 
@@ -125,7 +129,8 @@ class Links:
     """A group as launchers see it. record: the address of its record in device memory. report:
     words in host memory. blocks: that all ranks' GPUs can run at once. owners: what keeps all that
     alive. norms: whether sums take the norm behind them along; pushes: whether products send their
-    parts of such sums; the same on all ranks."""
+    parts of such sums; tails: whether sums of few rows are made in the tail of the products that
+    make their parts; the same on all ranks."""
 
     def __init__(
         self,
@@ -140,7 +145,7 @@ class Links:
     ) -> None:
         self.record, self.rank, self.ranks = record, rank, ranks
         self.islands, self.mates = len(islands.ranks), len(islands.ranks[0]) if ranks > 2 else 1
-        self.blocks, self.norms, self.pushes = blocks, False, False
+        self.blocks, self.norms, self.pushes, self.tails = blocks, False, False, False
         self._report, self._seconds, self._owners = report, seconds, owners
 
     def check(self) -> None:

@@ -99,6 +99,7 @@ class Launch:
     matrices: tuple[int | np.int32, ...]
     line: Line = ()
     is_only: bool = True
+    tails: bool = False
 
     @classmethod
     def of(
@@ -309,7 +310,7 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
-    ops.kernel(deal.instance(task.pair, bool(launch.line)))(
+    ops.kernel(deal.instance(task.pair, bool(launch.line), launch.tails))(
         (deal.blocks,),
         deal.threads,
         (*matrices, read, *map(np.int32, numbers), gain, *shares, *launch.line),

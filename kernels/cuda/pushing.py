@@ -14,16 +14,18 @@ from dataclasses import dataclass, replace
 from voltapile.kernels.cuda import stream
 from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher, Line
-from voltapile.kernels.cuda.matmul import PLAIN, Launch, Product, streamed
+from voltapile.kernels.cuda.matmul import ADD, PLAIN, Launch, Product, streamed
 from voltapile.kernels.cuda.norms import late_norm
 
 
 @dataclass(frozen=True)
 class Unlaunched:
-    """`sums` is where it ends. launch: with what its kernel is told of the group."""
+    """`sums` is where it ends. launch: with what its kernel is told of the group. tail: what it
+    makes, or (True) adds to, is the sum over ranks."""
 
     sums: DeviceArray
     launch: Callable[[Line], None]
+    tail: Callable[[DeviceArray, bool, Line], None]
 
 
 def can_send(ops: Launcher, x: DeviceArray, weight: CudaWeight) -> bool:
@@ -47,4 +49,9 @@ def product_of(
         is_launched = streamed(ops, x, replace(launch, line=line))
         assert is_launched, launch
 
-    return Unlaunched(sums, launch_it)
+    def end_it(out: DeviceArray, adds: bool, line: Line) -> None:
+        own = Launch.of(ops, x, [Product(weight, bias, out)], ADD if adds else PLAIN, pair)
+        is_launched = streamed(ops, x, replace(own, line=line, tails=True))
+        assert is_launched, own
+
+    return Unlaunched(sums, launch_it, end_it)

@@ -56,8 +56,18 @@ ALONE |= {each: _instance(pair, 1, 2 * WARPS, True) for pair, each in BROAD.item
 _SAME = [STREAM[(name, name), TEAMS] for name in FORMATS] + [*BROAD.values()]
 _SAME += [ALONE[each] for each in _SAME]
 PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in _SAME}
+# Which make the sum over ranks, too.
+TAILING = {
+    each: replace(each, defines=(*each.defines, ("PUSH", "0"), ("TAIL", "1"))) for each in _SAME
+}
 PUSHING_BYTES = 1024
-INSTANCES = [*STREAM.values(), *BROAD.values(), *ALONE.values(), *PUSHING.values()]
+INSTANCES = [
+    *STREAM.values(),
+    *BROAD.values(),
+    *ALONE.values(),
+    *PUSHING.values(),
+    *TAILING.values(),
+]
 
 
 @dataclass(frozen=True)
@@ -114,9 +124,13 @@ class Deal:
     def threads(self) -> int:
         return 32 * self.teams * self.warps
 
-    def instance(self, pair: tuple[str, str], pushes: bool = False) -> Instance:
+    def instance(
+        self, pair: tuple[str, str], pushes: bool = False, tails: bool = False
+    ) -> Instance:
         found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
         found = ALONE.get(found, found) if self.is_alone else found
+        if tails:
+            return TAILING[found]
         return PUSHING[found] if pushes else found
 
 

@@ -99,8 +99,13 @@ def _measure(wires: Wires, links: Links) -> None:
     if wires.are_apart:
         links.norms = proof.norm_pays(wires.ops, links, wires.group)
         links.pushes = links.norms and proof.push_pays(wires.ops, links, wires.group)
-    told = ("yes" if each else "no" for each in (links.norms, links.pushes))
-    log.info("rank %d: sums take norms along: %s; products send parts: %s", links.rank, *told)
+        links.tails = proof.tail_pays(wires.ops, links, wires.group)
+        log.info("rank %d: measured: tails pay: %s", links.rank, links.tails)
+        if "VP_WAY" in os.environ:  # for a comparison, and then no more
+            links.tails = os.environ["VP_WAY"] == "tail"
+    told = ("yes" if each else "no" for each in (links.norms, links.pushes, links.tails))
+    text = "rank %d: sums take norms along: %s; products send parts: %s; make sums: %s"
+    log.info(text, links.rank, *told)
 
 
 def _open_peers(wires: Wires) -> None:

@@ -10,6 +10,7 @@
 #include "expert_table.cuh"
 #include "grid.cuh"
 #include "group_push.cuh"
+#include "group_tail.cuh"
 #include "tiles.cuh"
 
 using namespace voltapile;
@@ -19,6 +20,9 @@ using namespace voltapile;
 #endif
 #ifndef PUSH
 #define PUSH 0
+#endif
+#ifndef TAIL
+#define TAIL 0
 #endif
 // 24 warps, of one token, find room beside a block of expert_up_stream, and twice as many do not:
 // of two blocks of a multiprocessor all others would wait for the second one.
@@ -92,8 +96,8 @@ extern "C" __global__ void BOUNDS
                        const float* shares, const float* inner, float* out, int used, int k,
                        int rows, int accumulate, int tiled, const std::uint8_t* other_down,
                        const float* other_inner, int other_k
-#if PUSH
-                       , const Group* group, int rank, int ranks
+#if PUSH || TAIL
+                       , Group* group, int rank, int ranks
 #endif
                        ) {
 #if VP_ARCH >= 800
@@ -106,6 +110,11 @@ extern "C" __global__ void BOUNDS
   const Outgoing<true, 1> line{group, rank, ranks};
 #else
   const Outgoing<false, 1> line{};
+#endif
+#if TAIL
+  const Tail tail{group, rank, ranks};
+#else
+  const Tail tail{};
 #endif
   const Rows<F> tiles(k, tiled & 1);
   const Rows<O> other_tile(IS_ALONE ? 0 : other_k, tiled & 2);
@@ -149,6 +158,7 @@ extern "C" __global__ void BOUNDS
   const bool writes = warp < 4 && lane < 4;
   float* to = out + token * rows + 16 * unit + row;
   if (warp == warps - 1) line.begin(token, 1, lane);
+  if (TAIL && warp == warps - 1) tail.begin(lane);
   if (HAS_BELLS) __syncthreads();
   grid_wait();
   if (!PUSH) grid_launch();
@@ -213,6 +223,11 @@ extern "C" __global__ void BOUNDS
     for (int i = 0; i < 8; ++i) sum += __shfl_sync(~0u, part, 4 * i + (lane & 3));
   }
   if (!writes) return;
+  if (TAIL) {
+    const int place = TILE_WORDS * unit + 16 * token + row;
+    tail.send(sum, place);
+    sum = tail.total(sum, place);
+  }
   sum = accumulate ? before + sum : sum;
   *to = sum;
   line.send(sum, 0, 16 * unit + row);

@@ -27,14 +27,17 @@ constexpr int TWIN = 2048;   // the same, where there are two ranks
 constexpr int MESSAGE = 2048;  // floats of a block in one of a message's parts
 constexpr int ROW_BLOCKS = 32;     // rows of one sum that norms them
 constexpr int LONGEST_ROW = 5120;  // floats of it, eight of a thread
-// A rank's room at another: packs, pieces, messages, rows, flags.
+constexpr int TAIL_TOKENS = 8, TAIL_COLUMNS = 8192;  // of a sum in tails, at most
+// A rank's room at another: packs, pieces, messages, rows, tails, flags.
 constexpr int HALF_PACKS = PACK_BLOCKS * SLOTS;
 constexpr long long HALF_PIECES = 4LL * PIECE_BLOCKS * PIECE;
 constexpr long long HALF_MESSAGES = 4LL * PIECE_BLOCKS * MESSAGE;
 constexpr long long PACKS_AT = 0, PIECES_AT = 2LL * HALF_PACKS * 24;
 constexpr long long MESSAGES_AT = PIECES_AT + 2 * HALF_PIECES;
 constexpr long long HALF_ROWS = 4LL * ROW_BLOCKS * LONGEST_ROW;
-constexpr long long ROWS_AT = MESSAGES_AT + 2 * HALF_MESSAGES, FLAGS_AT = ROWS_AT + 2 * HALF_ROWS;
+constexpr long long ROWS_AT = MESSAGES_AT + 2 * HALF_MESSAGES, TAILS_AT = ROWS_AT + 2 * HALF_ROWS;
+constexpr long long HALF_TAILS = 4LL * TAIL_TOKENS * TAIL_COLUMNS;
+constexpr long long FLAGS_AT = TAILS_AT + 2 * HALF_TAILS;
 enum Flag { PIECE_FLAG, SENT_FLAG, TAKEN_FLAG, ROWS_FLAG };  // each PIECE_BLOCKS words
 
 enum Code { FINE, LATE, ENDED };
@@ -63,6 +66,7 @@ struct Group {
   unsigned pieces[MOST_RANKS][PIECE_BLOCKS];
   unsigned sent[MOST_RANKS][PIECE_BLOCKS], taken[MOST_RANKS][PIECE_BLOCKS];
   unsigned rows[ROW_BLOCKS], ended[ROW_BLOCKS];  // with all ranks at once: begun, and done
+  unsigned tails, unused;  // 65,536 for each sum in tails (group_tail.cuh)
 };
 
 // The patience of one thread in one kernel. Looking up must be cheap: while a rank looks up it is

@@ -10,12 +10,18 @@
 // -D: FORMAT; OTHER; DEPTH, the most places of a ring; TEAMS; WARPS, eight, or twice as many with
 // one chunk of columns each; THREADS that a multiprocessor's registers shall suffice for; TILES 1
 // and MANY 0; ONE, whether it is known that there is but one token; PUSH 1, where what is made is
-// this rank's part of a sum and goes to the others at once.
+// this rank's part of a sum and goes to the others at once; TAIL 1, where it is and the sum over
+// ranks is made here (group_tail.cuh), of the one matrix that there then is.
 #include "grid.cuh"
 #include "group_push.cuh"
+#include "group_tail.cuh"
 #include "matmul_norm.cuh"
 
 using namespace voltapile;
+
+#ifndef TAIL
+#define TAIL 0
+#endif
 
 #if VP_ARCH >= 800
 // The units of this block's format. They are counted through its matrices; addresses of all that a
@@ -131,6 +137,24 @@ struct Ending {
     if (units.all.is_glu() && up != nullptr) bias_of_up = up[own];
   }
   // sums: [tile of the unit][warp][token][16 rows].
+  // The part of a sum over ranks.
+  __device__ __forceinline__ float part(const float* sums) const {
+    return i / 16 < units.all.tokens ? whole(sums) + bias : 0;
+  }
+  __device__ __forceinline__ int place_of(int unit) const { return TILE_WORDS * unit + i; }
+  __device__ __forceinline__ void send(float value, int unit, const Tail& tail) const {
+    if (i / 16 < units.all.tokens) tail.send(value, place_of(unit));
+  }
+  // With what the others have sent: x is asked for before they are waited for.
+  __device__ __forceinline__ void settle(float value, int unit, const Tail& tail) const {
+    if (i / 16 >= units.all.tokens) return;
+    const Matrix& matrix = units.all.matrices[0];
+    float* to = matrix.out + static_cast<long long>(i / 16) * matrix.rows + 16 * unit + i % 16;
+    const bool adds = units.all.kind == ADD;
+    const float before = adds ? *to : 0.0f;
+    const float total = tail.total(value, place_of(unit));
+    *to = adds ? before + total : total;
+  }
   template <class Line>
   __device__ __forceinline__ void write(const float* sums, const Line& line) const {
     if (i / 16 >= units.all.tokens) return;
@@ -160,8 +184,8 @@ struct Ending {
 // Shared memory: a bell for each place of each ring and one for gains, rings, tokens, sums, gains.
 template <class F, class Line>
 __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line& line,
-                                       const Units& units, int block, int blocks, int depth,
-                                       std::uint8_t* shared) {
+                                       const Tail& tail, const Units& units, int block, int blocks,
+                                       int depth, std::uint8_t* shared) {
   using M = TileMemory<F>;
   constexpr int ALL_WARPS = TEAMS * WARPS, BELLS = aligned(8 * (DEPTH * ALL_WARPS + 1));
   // One number for the whole warp: branches on it need no code for lanes that go apart.
@@ -181,6 +205,10 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
   }
 
   if (warp_of_block == ALL_WARPS - 1) line.begin(0, all.tokens, lane);
+  if (TAIL && warp_of_block == ALL_WARPS - 1) {
+    tail.begin(lane);
+    grid_launch();
+  }
   const Tile tile{lane};
   const int chunks = chunks_of<F>(all.k), subs = all.is_glu() ? 2 : 1, one = 16 * all.tokens;
   const int slot_bytes = M::tokens_bytes(all.tokens);
@@ -193,8 +221,12 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
   Ending ending(units, 32 * warp + lane);
   if (ONE) ending.find(unit);  // where there are registers to keep it in
 
+  // A sum over ranks is finished a turn later, while others' parts of it come; so there is one
+  // more turn, of no unit.
+  const int end = TAIL ? units.count + step : units.count;
+  float sent = 0;
   // The first turn waits, and stages tokens: what turns have in common is then ready before that.
-  for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
+  for (int count = 0; count == 0 || unit < end; ++count, unit += step) {
     if (count == 0) {
       stage<F>(all, norm, tokens, warp_of_block, lane);
       __syncthreads();
@@ -202,7 +234,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
     }
     // Two sets of sums in turn, so that a set is read while the next is made.
     float* set = same_memory(sums + (count & 1) * WARPS * subs * one);
-    for (int sub = 0; sub < subs; ++sub) {
+    for (int sub = 0; sub < subs && (!TAIL || unit < units.count); ++sub) {
       float total[PASSES][Tile::VALUES] = {};
 #pragma unroll 1
       for (int chunk = warp; chunk < chunks; chunk += WARPS) {
@@ -222,7 +254,14 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
     }
     meet_team(team);
     if (!ONE) ending.find(unit);
-    ending.write(set, line);
+    if (TAIL) {
+      const float part = ending.part(set);
+      if (unit < units.count) ending.send(part, unit, tail);
+      if (count > 0) ending.settle(sent, unit - step, tail);
+      sent = part;
+    } else {
+      ending.write(set, line);
+    }
     if (ONE) ending.find(unit + step);
   }
 }
@@ -235,8 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const float* x, int k, int tokens, int epilogue, int first, int second,
                   int count, int other_first, int other_second, int other_count, int first_other,
                   int depth, const float* gain, float eps, float share
-#if PUSH
-                  , const Group* group, int rank, int ranks
+#if PUSH || TAIL
+                  , Group* group, int rank, int ranks
 #endif
                   ) {
 #if VP_ARCH >= 800
@@ -251,15 +290,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Outgoing<true> line{group, rank, ranks};
 #else
   const Outgoing<false> line{};
-  grid_launch();
+  if (!TAIL) grid_launch();
+#endif
+#if TAIL
+  const Tail tail{group, rank, ranks};
+#else
+  const Tail tail{};
 #endif
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
-    stream<formats::OTHER>(all, norm, line, {all, other_first, other_second, other_count},
+    stream<formats::OTHER>(all, norm, line, tail, {all, other_first, other_second, other_count},
                            block - first_other, blocks - first_other, depth, memory);
   else
-    stream<formats::FORMAT>(all, norm, line, {all, first, second, count}, block,
+    stream<formats::FORMAT>(all, norm, line, tail, {all, first, second, count}, block,
                             IS_SAME ? blocks : first_other, depth, memory);
 #endif
 }

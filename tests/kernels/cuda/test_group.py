@@ -30,6 +30,9 @@ from voltapile.kernels.cuda.links import (
     ROOM,
     ROW_BLOCKS,
     SLOTS,
+    TAIL_COLUMNS,
+    TAIL_TOKENS,
+    TAILS_AT,
     TWIN,
     Islands,
     Links,
@@ -111,6 +114,7 @@ class Stage:
         counts = record.view(RECORD)[0]
         for name in ("packs", "pieces", "sent", "taken", "rows", "ended"):
             counts[name][:] = self.start % (1 << 32)
+        counts["tails"] = (self.start << 16) % (1 << 32)
         self.kept = self.ops.array(record)
         report = mine[4:6].view(np.uint32)
         return Links(self.kept.ptr, rank, self.ranks, self.islands, report, self.seconds)
@@ -187,7 +191,8 @@ def test_the_layout_is_that_of_the_kernels() -> None:
     assert ROOM >= FLAGS_AT + 4 * PIECE_BLOCKS * 4
     assert f"ROW_BLOCKS = {ROW_BLOCKS};" in text
     assert f"LONGEST_ROW = {LONGEST_ROW};" in text
-    counts = 4 * (MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS) + 2 * ROW_BLOCKS)
+    assert f"TAIL_TOKENS = {TAIL_TOKENS}, TAIL_COLUMNS = {TAIL_COLUMNS};" in text
+    counts = 4 * (MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS) + 2 * ROW_BLOCKS + 2)
     assert RECORD.itemsize == 64 + 8 * MOST_RANKS + 32 * MOST_RANKS + counts
 
 
@@ -358,7 +363,7 @@ def test_a_sum_looks_at_no_row_before_the_one_before_has_ended(norming: Emulated
 def put_row(stage: Stage, source: int, target: int, values: np.ndarray) -> None:
     """As a product sends its first row, of an exchange with an even number."""
     room = stage.memory[:-4096].reshape(-1, ROOM)[target * stage.ranks + source]
-    start, threads = FLAGS_AT - 2 * ROW_BLOCKS * LONGEST_ROW * 4, LONGEST_ROW // 8
+    start, threads = TAILS_AT - 2 * ROW_BLOCKS * LONGEST_ROW * 4, LONGEST_ROW // 8
     row = room[start : start + 4 * LONGEST_ROW].view(np.uint32).reshape(2, threads, 4)
     words = ~values.view(np.uint32).reshape(-1, 2, 4)
     row[:, : len(words)] = words.transpose(1, 0, 2)

@@ -132,9 +132,9 @@ def test_chosen_experts_send_their_part(experts: EmulatedFamilies, tokens: int, 
                     ops.array(parts_of(5, 1, tokens, n)[0]),
                     *(ops.scratch((tokens, n)) for _ in range(2)),
                 )
-                end = expert_stream.begun(ops, h, routing, table, None, part)
+                end = expert_stream.begun(ops, h, routing, table, None)
                 assert end is not None
-                end(group.line_of(links) if is_pushed else ())
+                end(part, False, group.line_of(links) if is_pushed else (), False)
                 group.all_reduce_norm(ops, links, part, x, norm, eps, out, is_pushed)
                 found += [ops.to_host(x), ops.to_host(out)]
         return found
@@ -151,7 +151,7 @@ def test_many_tokens_do_not_send(experts: EmulatedFamilies) -> None:
     x = experts.scratch((expert_stream.FEW + 1, 768))
     routing = experts.scratch((len(x), 2), np.int32), experts.scratch((len(x), 2))
     nothing: Any = None
-    assert expert_stream.begun(experts, x, routing, nothing, None, x) is None
+    assert expert_stream.begun(experts, x, routing, nothing, None) is None
 
 
 def test_experts_end_with_the_sum_that_they_are_a_part_of(
@@ -202,6 +202,9 @@ class Ranked(CudaCollectives, EmulatedOps):
         return matmul.linear(self, x, weight) if late is None else late
 
 
+MODES = [(True, True, False), (True, False, False), (False, False, False), (True, True, True)]
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_layers_of_ranks(pushing: EmulatedOps, folder: Path, tokens: int) -> None:
     """Their bits do not depend on who sends what, nor on what is launched together."""
@@ -218,7 +221,7 @@ def test_layers_of_ranks(pushing: EmulatedOps, folder: Path, tokens: int) -> Non
             ops.weight(random_raw("Q8_0", k, n, 5 * i + rank), "Q8_0", (k, n)) for i in range(3)
         ]
         gain = vector_of(ops, parts_of(7, 1, n)[0])
-        for links.norms, links.pushes in ((True, True), (True, False), (False, False)):
+        for links.norms, links.pushes, links.tails in MODES:
             x = ops.array(parts_of(50, 1, tokens, n)[0])
             ops.launched.clear()
             for layer in range(layers):
@@ -228,11 +231,15 @@ def test_layers_of_ranks(pushing: EmulatedOps, folder: Path, tokens: int) -> Non
             ops._catch_up()
             found += [ops.to_host(x), ops.to_host(out)]
             names = [instance.name for instance, *_ in ops.launched]
-            assert sum("PUSH" in name for name in names) == (layers if links.pushes else 0), names
-            assert sum("group_sum_norm" in name for name in names) == (layers if links.norms else 0)
+            kinds = "PUSH=1", "TAIL=1", "group_sum_norm", "rms_norm_rows"
+            counts = [sum(kind in name for name in names) for kind in kinds]
+            if links.tails:
+                assert counts == [0, layers, 0, 1], names
+            else:
+                assert counts[:3] == [layers * links.pushes, 0, layers * links.norms], names
         return found
 
     first, other = Stage(pushing, one_island(2)).run(work)
     check([other], first)
-    for i in (2, 4):
+    for i in (2, 4, 6):
         check([first[i : i + 2]], first[:2])

@@ -1,0 +1,149 @@
+"""Sums over ranks that products make in their tail: the bits of a sum of any other kind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from voltapile.kernels.cuda import group, stream
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
+from voltapile.kernels.cuda.links import FLAGS_AT, ROOM, TAILS_AT, Links
+from voltapile.kernels.cuda.pushing import can_send, product_of
+from voltapile.kernels.group import GroupError
+
+from ..test_matmul import random_raw
+from .emulation import EmulatedOps, has_compiler
+from .test_group import Stage, check, one_island, parts_of, vector_of
+
+
+@pytest.fixture(scope="module")
+def tailing(folder: Path) -> EmulatedOps:
+    if not has_compiler():
+        pytest.skip("there is no g++")
+    ops = EmulatedOps(90, folder, 227 << 10)
+    for each in (group.SUM, group.TAIL):
+        ops.kernel(each)
+    for name in ("Q8_0", "Q4_K"):
+        for kind in (stream.STREAM[(name, name), stream.TEAMS], stream.BROAD[name, name]):
+            for each in (kind, stream.ALONE[kind]):
+                ops.kernel(each)
+                ops.kernel(stream.TAILING[each])
+    return ops
+
+
+@pytest.fixture(autouse=True)
+def _one_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a sum of what lies in memory: blocks are emulated one after the other."""
+    monkeypatch.setattr(group, "TAIL_BLOCKS", 1)
+    return
+
+
+def is_empty(stage: Stage) -> bool:
+    rooms = stage.memory[:-4096].reshape(-1, ROOM)
+    return not rooms[:, TAILS_AT:FLAGS_AT].any()
+
+
+@pytest.mark.parametrize(
+    ("type_name", "tokens", "n", "k", "ranks"),
+    [
+        ("Q8_0", 1, 1024, 512, 2),  # several units of each team, one of them cut short
+        ("Q8_0", 8, 272, 512, 3),
+        ("Q4_K", 3, 144, 512, 2),
+        ("Q4_K", 1, 144, 2560, 6),  # one broad team
+        ("Q8_0", 3, 112, 2304, 3),
+    ],
+)
+def test_a_product_makes_the_sum_of_its_parts(
+    tailing: EmulatedOps, type_name: str, tokens: int, n: int, k: int, ranks: int
+) -> None:
+    shape = tokens, n
+    bias = parts_of(8, 1, n)[0]
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        weight, found = ops.weight(random_raw(type_name, n, k, rank), type_name, (n, k)), []
+        mine = vector_of(ops, bias) if rank == 0 else None
+        for round in range(6):
+            time.sleep(((rank + round) % 3) * 0.01)
+            inner = ops.array(parts_of(round, ranks, tokens, k)[rank])
+            adds = round != 3
+            x, expected = (ops.array(parts_of(50, 1, *shape)[0]) for _ in range(2))
+            assert can_send(ops, inner, weight)
+            product = product_of(ops, inner, weight, mine)
+            if (round + rank) % 5 == 4:  # of what lies in memory, beside products
+                product.launch(())
+                group.all_reduce_tail(ops, links, product.sums, x, adds)
+            else:
+                product.tail(x, adds, group.line_of(links))
+                product.launch(())
+            group.all_reduce(ops, links, product.sums, expected, adds)
+            found += [ops.to_host(x), ops.to_host(expected)]
+        return found
+
+    stage = Stage(tailing, one_island(ranks), frozenset({(0, 2)}), start=-3)
+    first, *others = stage.run(work)
+    check([first, *others], first)
+    for i in range(0, len(first), 2):
+        assert first[i].tobytes() == first[i + 1].tobytes(), i
+    assert is_empty(stage)
+
+
+@pytest.mark.parametrize(("tokens", "n"), [(1, 16), (3, 4112), (8, 8192)])
+def test_a_sum_of_what_lies_in_memory(tailing: EmulatedOps, tokens: int, n: int) -> None:
+    shape, ranks = (tokens, n), 3
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        found = []
+        for round in range(5):
+            part = ops.array(parts_of(round, ranks, *shape)[rank])
+            x = ops.array(parts_of(50, 1, *shape)[0])
+            group.all_reduce_tail(ops, links, None if rank == 1 else part, x, round > 0)
+            found.append(ops.to_host(x))
+        return found
+
+    expected = []
+    for round in range(5):
+        parts = parts_of(round, ranks, *shape)
+        x = parts[0] + np.float32(0) + parts[2]
+        expected.append(parts_of(50, 1, *shape)[0] + x if round else x)
+    stage = Stage(tailing, one_island(ranks), start=-2)
+    check(stage.run(work), expected)
+    assert is_empty(stage)
+
+
+def test_a_rank_that_does_not_come_is_named(tailing: EmulatedOps) -> None:
+    def work(ops: EmulatedOps, links: Links, rank: int) -> None:
+        inner, weight, x = operands(ops)
+        for _ in range(3):
+            product_of(ops, inner, weight, None).tail(x, True, group.line_of(links))
+
+    stage = Stage(tailing, one_island(2), seconds=0.2)
+    began = time.monotonic()
+    (error,) = stage.run(work, [0])
+    assert isinstance(error, GroupError)
+    assert str(error) == "rank 0 has waited 0.2 s for rank 1, which has not come"
+    assert stage.words[16] == 1
+    assert time.monotonic() - began < 20
+
+
+def test_an_abort_ends_a_wait(tailing: EmulatedOps) -> None:
+    stage = Stage(tailing, one_island(2))
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> None:
+        if rank == 0:
+            inner, weight, x = operands(ops)
+            product_of(ops, inner, weight, None).tail(x, True, group.line_of(links))
+        else:
+            time.sleep(0.3)
+            stage.words[0] = 1
+
+    error, _ = stage.run(work)
+    assert str(error) == "the group was ended while rank 0 waited for rank 1"
+
+
+def operands(ops: EmulatedOps) -> tuple[DeviceArray, CudaWeight, DeviceArray]:
+    n, k = 272, 512
+    weight = ops.weight(random_raw("Q8_0", n, k, 3), "Q8_0", (n, k))
+    return ops.array(parts_of(1, 1, 1, k)[0]), weight, ops.array(parts_of(2, 1, 1, n)[0])
