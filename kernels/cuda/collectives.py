@@ -90,7 +90,7 @@ class CudaCollectives(ABC):
             return rows.rms_norm(self._launcher(), x, weight, eps, add_to)
         if (normed := self._norm_late(x, weight, eps)) is not None:
             return normed
-        return self._norms.norm(self._launcher(), x, weight, eps, self._links is None)
+        return self._norms.norm(self._launcher(), x, weight, eps)
 
     def _changes(self, x: DeviceArray | None, read: DeviceArray | None = None) -> None:
         """Before something is added to x. read: what that is made of, in case it is a late norm."""
@@ -243,7 +243,8 @@ class CudaCollectives(ABC):
             place = ops.scratch(x.shape)  # where `out` will be; a row's may be another row's part
         if (late.out.ptr, late.out.shape) != (x.ptr, x.shape) or not late.leaves(place):
             return None
-        self._late, out = None, ops.scratch(x.shape)
+        self._late = None
+        out, _ = self._norms.place(ops, x, weight, eps)
         if late.is_loose:
             norm = weight, eps, out
             group.all_reduce_rows(ops, links, late.part, x, True, late.scales, late.bias, norm)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance
 from voltapile.kernels.cuda.links import Islands, Links
+from voltapile.kernels.cuda.norms import norm_of
 
 
 class Alone(CudaCollectives):
@@ -84,6 +86,24 @@ def test_a_sum_waits_for_the_norm_after_it() -> None:
     ops._links.norms = False
     ops.all_reduce(part, shape, x)
     assert ops.launched[5:] == ["group_sum"]
+
+
+def test_a_router_norms_rows_whoever_has_normed_them() -> None:
+    """A row's logits do not depend on what a sum over ranks did, nor on how many rows there are."""
+    weight = CudaWeight((4096,), 16384, "F32", 1, 16384)
+    for rows, tails in ((2, True), (2, False), (9, False), (40, False), (100, False)):
+        ops, shape = Alone(2), (rows, 4096)
+        assert ops._links is not None
+        ops.arch, ops._links.tails = 90, tails
+        x, part = ops.scratch(shape), ops.scratch(shape)
+        ops.all_reduce(part, shape, x)
+        norm = norm_of(ops.rms_norm(x, weight, 1e-6))
+        assert norm is not None
+        assert (norm.x.ptr, norm.weight) == (x.ptr, weight)
+        assert norm.is_late == (tails or 32 < rows <= 64)
+        ops._changes(x)
+        with pytest.raises(AssertionError, match="have changed"):
+            norm_of(norm)
 
 
 def test_a_product_waits_for_the_sum_that_it_is_a_part_of() -> None:
