@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from voltapile.kernels.cuda import group, stream
+from voltapile.kernels.cuda import expert_stream, group, stream
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray
 from voltapile.kernels.cuda.links import FLAGS_AT, ROOM, TAILS_AT, Links
 from voltapile.kernels.cuda.pushing import can_send, product_of
 from voltapile.kernels.group import GroupError
 
 from ..test_matmul import random_raw
+from .emulated_families import EmulatedFamilies
 from .emulation import EmulatedOps, has_compiler
 from .test_group import Stage, check, one_island, parts_of, vector_of
 
@@ -110,6 +111,61 @@ def test_a_sum_of_what_lies_in_memory(tailing: EmulatedOps, tokens: int, n: int)
         expected.append(parts_of(50, 1, *shape)[0] + x if round else x)
     stage = Stage(tailing, one_island(ranks), start=-2)
     check(stage.run(work), expected)
+    assert is_empty(stage)
+
+
+@pytest.fixture(scope="module")
+def experts(folder: Path) -> EmulatedFamilies:
+    if not has_compiler():
+        pytest.skip("there is no g++")
+    ops = EmulatedFamilies(90, folder, 227 << 10)
+    kind = expert_stream.DOWN[("Q8_0", "Q8_0"), True]
+    for each in (group.SUM, group.TAIL, kind, expert_stream.TAILING[kind]):
+        ops.kernel(each)
+    ops.kernel(expert_stream.UP[("Q8_0", "Q8_0"), True])
+    return ops
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(1, 2), (5, 3)])
+def test_chosen_experts_make_the_sum_of_their_parts(
+    experts: EmulatedFamilies, tokens: int, ranks: int
+) -> None:
+    """A rank that has none of a token's experts sends zeros; one whose part lies in memory that."""
+    n, inner, own, used = 768, 256, 2, 3
+    rng = np.random.default_rng(4)
+    chosen = np.stack([rng.permutation(own * ranks)[:used] for _ in range(tokens)])
+    chosen[-1] = [0, 1, 1]
+    shares = rng.random((tokens, used)).astype(np.float32)
+
+    def work(ops: EmulatedOps, links: Links, rank: int) -> list[np.ndarray]:
+        shapes = [(own, inner, n), (own, inner, n), (own, n, inner)]
+        raws = [random_raw("Q8_0", each[0] * each[1], each[2], rank + 7 * i)
+                for i, each in enumerate(shapes)]  # fmt: skip
+        made = (ops.weight(raw, "Q8_0", each) for raw, each in zip(raws, shapes, strict=True))
+        table = experts.expert_table(*made, own * rank)
+        routing = ops.array(chosen.astype(np.int32)), ops.array(shares)
+        h, found = ops.array(parts_of(9, 1, tokens, n)[0] * 1e-3), []
+        for round in range(5):
+            adds = round != 2
+            x, expected = (ops.array(parts_of(5, 1, tokens, n)[0]) for _ in range(2))
+            part = ops.scratch((tokens, n))
+            end = expert_stream.begun(ops, h, routing, table, None)
+            assert end is not None
+            end(part, False, (), False)
+            if (round + rank) % 4 == 3:
+                group.all_reduce_tail(ops, links, part, x, adds)
+            else:
+                end(x, adds, group.line_of(links), True)
+            group.all_reduce(ops, links, part, expected, adds)
+            found += [ops.to_host(x), ops.to_host(expected)]
+        return found
+
+    stage = Stage(experts, one_island(ranks), start=-2)
+    first, *others = stage.run(work)
+    check([first, *others], first)
+    for i in range(0, len(first), 2):
+        assert first[i].tobytes() == first[i + 1].tobytes(), i
+    assert np.isfinite(first[0]).all()
     assert is_empty(stage)
 
 
