@@ -126,6 +126,11 @@ class Launcher(Protocol):
     multiprocessors: int
     arch: int  # compute capability as 70, 75, 90: of the machine code that runs
 
+    @property
+    def held(self) -> int:
+        """Registers of a multiprocessor that the last launch holds until it ends; 0 if it leaves
+        many of them free."""
+
     def kernel(self, instance: Instance) -> Kernel: ...
 
     def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:

@@ -24,6 +24,9 @@ NORMED = 64
 TEAMS = 2  # of WARPS warps, on a multiprocessor
 RESERVED = 1024  # bytes of shared memory that every block takes beside its own
 DEPTH = 2  # chunks of a warp that may be on their way at once, if there is room for them
+# Places of a ring that are filled before tokens are asked for where a block begins late, which it
+# does behind a kernel that holds more registers than are left beside a block.
+EARLY, LEFT = 1, 12288
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 MIXED = [("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q5_K", "Q6_K"), ("Q4_K", "Q8_0")]
 PAIRS = [*((name, name) for name in FORMATS), *MIXED]

@@ -6,6 +6,9 @@
 // every n-th unit of its format's; its warps share the columns as in matmul_rows.cu and sums are
 // made in the same order, so bits are the same. Tokens are staged once, for all columns, and may be
 // normed by that; before they are read, the ring is already being filled (grid.cuh).
+// What is asked for at the start holds up whatever is asked for then, the tokens too: all blocks'
+// rings are 18 MB, 4.6 us of an H200's memory. So where a block begins no sooner than the kernel
+// before it ends, it asks for `early` places of its rings, and for the others behind its tokens.
 // Units of the two formats are counted apart; blocks from first_other on take OTHER's.
 // -D: FORMAT; OTHER; DEPTH, the most places of a ring; TEAMS; WARPS, eight, or twice as many with
 // one chunk of columns each; THREADS that a multiprocessor's registers shall suffice for; TILES 1
@@ -186,7 +189,7 @@ struct Ending {
 template <class F>
 __device__ __forceinline__ void stream(const Product& all, Norm norm, const Tail& tail,
                                        const Units& units, int block, int blocks, int depth,
-                                       std::uint8_t* shared) {
+                                       int early, std::uint8_t* shared) {
   using M = TileMemory<F>;
   constexpr int ALL_WARPS = TEAMS * WARPS, BELLS = aligned(8 * (DEPTH * ALL_WARPS + 1));
   // One number for the whole warp: branches on it need no code for lanes that go apart.
@@ -199,17 +202,13 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Tail
   const int step = TEAMS * blocks;
   int unit = block + team * blocks;
   Ahead<F> ahead(units, unit, step, warp);
+  const auto fill = [&](int first, int end) {
 #pragma unroll 1
-  for (int i = 0; i < depth; ++i) {
-    ahead.prepare();
-    ahead.fetch(ring, i);
-  }
-
-  if (TAIL && warp_of_block == ALL_WARPS - 1) {
-    tail.begin(lane);
-    grid_launch();
-  }
-  const Tile tile{lane};
+    for (int i = first; i < end; ++i) {
+      ahead.prepare();
+      ahead.fetch(ring, i);
+    }
+  };
   const int chunks = chunks_of<F>(all.k), one = 16 * all.tokens;
   const int subs = !TAIL && all.is_glu() ? 2 : 1;
   const int slot_bytes = M::tokens_bytes(all.tokens);
@@ -217,8 +216,15 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Tail
   norm.sums = reinterpret_cast<float*>(tokens + aligned(chunks * slot_bytes));  // till units end
   norm.gains = norm.sums + TEAMS * 2 * WARPS * subs * one;
   norm.bell = bells + DEPTH * ALL_WARPS;
+  if (norm.gain != nullptr) norm.ask(all.k);  // first, since they come in the order of asking
+  fill(0, early);
+
+  if (TAIL && warp_of_block == ALL_WARPS - 1) {
+    tail.begin(lane);
+    grid_launch();
+  }
+  const Tile tile{lane};
   float* sums = norm.sums + team * 2 * WARPS * subs * one;
-  if (norm.gain != nullptr) norm.ask(all.k);
   Ending ending(units, 32 * warp + lane);
   if (ONE) ending.find(unit);  // where there are registers to keep it in
 
@@ -229,7 +235,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Tail
   // The first turn waits, and stages tokens: what turns have in common is then ready before that.
   for (int count = 0; count == 0 || unit < end; ++count, unit += step) {
     if (count == 0) {
-      stage<F>(all, norm, tokens, warp_of_block, lane);
+      stage<F>(all, norm, tokens, warp_of_block, lane, [&] { fill(early, depth); });
       __syncthreads();
       if (unit >= units.count) break;
     }
@@ -273,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const std::uint8_t* weights2, const float* bias2, float* out2, int rows2,
                   const float* x, int k, int tokens, int epilogue, int first, int second,
                   int count, int other_first, int other_second, int other_count, int first_other,
-                  int depth, const float* gain, float eps, float share
+                  int depth, int early, const float* gain, float eps, float share
 #if TAIL
                   , Group* group, int rank, int ranks
 #endif
@@ -296,9 +302,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
     stream<formats::OTHER>(all, norm, tail, {all, other_first, other_second, other_count},
-                           block - first_other, blocks - first_other, depth, memory);
+                           block - first_other, blocks - first_other, depth, early,
+                           memory);
   else
     stream<formats::FORMAT>(all, norm, tail, {all, first, second, count}, block,
-                            IS_SAME ? blocks : first_other, depth, memory);
+                            IS_SAME ? blocks : first_other, depth, early, memory);
 #endif
 }
