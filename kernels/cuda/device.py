@@ -7,6 +7,7 @@ told elsewhere. Errors of the driver come out as they are, but for memory that i
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import weakref
 from collections import Counter
@@ -36,6 +37,7 @@ HOST_PORTABLE, HOST_MAPPED = 1, 2  # cudaHostRegister's flags
 CLOCK_RATE = 13  # cudaDevAttrClockRate, in kHz
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS, of a thread
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 SHARED_WITHOUT_ASKING = 48 << 10
 
@@ -89,6 +91,7 @@ class Function:
             driver.funcSetAttribute(self._function.ptr, CARVEOUT, 100)
         self._early = submit.Submission(self._function.ptr) if is_early else None
         self._shared = SHARED_WITHOUT_ASKING
+        self._registers = driver.funcGetAttribute(REGISTERS, self._function.ptr)
 
     def __call__(
         self, grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int = 0
@@ -96,6 +99,8 @@ class Function:
         if shared > self._shared:
             driver.funcSetAttribute(self._function.ptr, MAX_DYNAMIC_SHARED, shared)
             self._shared = shared
+        is_wide = 4 * math.prod(grid) >= 3 * self._device.multiprocessors
+        self._device.held = self._registers * block if is_wide else 0
         follows_call, self._device.follows_call = self._device.follows_call, False
         if self._early is not None and not follows_call:
             self._early.launch(grid, block, args, shared, self._device.stream.ptr)
@@ -162,6 +167,7 @@ class Device:
         self.total_bytes: int = facts["totalGlobalMem"]
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.follows_call = False  # what comes next has no kernel before it to start beside
+        self.held = 0  # see launch.Launcher
         self._modules: list[Any] = []
         self._library: Library | None = None
 
@@ -222,6 +228,7 @@ class Device:
         self, weight: int, x: int, out: int, shape: tuple[int, int, int], factor: float, adds: bool
     ) -> None:
         """See Library."""
+        self.held = 0
         with room_for("cuBLAS", self.taken):
             self.open_library().product(weight, x, out, shape, factor, adds)
 

@@ -108,7 +108,7 @@ class CudaWeight:
         return len(self.shape) == 1
 
 
-# What a kernel is told of the group that it sends what it makes to; () if it sends nothing.
+# What a kernel is told of the group over which it sums what it makes; () if it does not.
 Line = tuple[int | np.int32, ...]
 
 
@@ -125,6 +125,11 @@ class Launcher(Protocol):
 
     multiprocessors: int
     arch: int  # compute capability as 70, 75, 90: of the machine code that runs
+
+    @property
+    def held(self) -> int:
+        """Registers of a multiprocessor that the last launch holds until it ends; 0 if it leaves
+        many of them free."""
 
     def kernel(self, instance: Instance) -> Kernel: ...
 

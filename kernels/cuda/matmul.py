@@ -25,8 +25,7 @@ FEW_ROWS = 4096  # of a launch whose blocks take one tile
 MANY_TURNS = 8  # of a block, from which on one row is better off with blocks that stay
 MATRICES = 3  # of one launch
 # Prompt rows of a step from which on they take the product of many rows: the fused one, or the
-# library's; 0 is never. On an H200 the library wins from about 64 rows on; the engine reads all
-# weights for every 16 of them.
+# library's; 0 is never. On an H200 the library wins from about 64 rows on.
 FUSED_FROM, CUBLAS_FROM = 0, 64
 
 # Formats that files mix in one layer; a launch takes both.
@@ -90,8 +89,8 @@ class Product:
 @dataclass(frozen=True)
 class Launch:
     """others: which of the products are of the pair's second format, a bit each. matrices: what
-    kernels are told of them. line: and of other ranks, if they get what is made (pushing.py).
-    is_only: no other launch reads the same rows, as far as is known."""
+    kernels are told of them. line: and of other ranks, if what is made is the sum over them
+    (tails.py). is_only: no other launch reads the same rows, as far as is known."""
 
     task: stream.Task
     epilogue: int
@@ -302,14 +301,16 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     deal = None if norm is None else stream.deal(replace(task, is_normed=True))
     if deal is None:
         norm, deal = None, stream.deal(task)
-    if deal is None:
-        return False
+        if deal is None:
+            return False
     matrices, ends = stream.placed(task, launch.others, launch.matrices)
-    numbers = task.columns, task.tokens, launch.epilogue, *ends, deal.first_other, deal.depth
+    kernel = ops.kernel(deal.instance(task.pair, bool(launch.line)))
+    early = stream.EARLY if ops.held > stream.LEFT else deal.depth
+    numbers = task.columns, task.tokens, launch.epilogue, *ends, deal.first_other, deal.depth, early
     read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
-    ops.kernel(deal.instance(task.pair, bool(launch.line)))(
+    kernel(
         (deal.blocks,),
         deal.threads,
         (*matrices, read, *map(np.int32, numbers), gain, *shares, *launch.line),

@@ -20,7 +20,7 @@ RUN = 256  # columns that are added up by themselves: csrc/norm_row.cuh
 
 class Normed(DeviceArray):
     """rms_norm of x by weight and eps. It is late until it lies in memory, and is lost if x changes
-    before that. is_own: no sum over ranks norms such rows, however many there are."""
+    before that."""
 
     __slots__ = (
         "__weakref__",
@@ -29,15 +29,12 @@ class Normed(DeviceArray):
         "_place",
         "eps",
         "is_late",
-        "is_own",
         "weight",
         "x",
     )
 
-    def __init__(
-        self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float, is_own: bool = True
-    ) -> None:
-        self._ops, self.x, self.weight, self.eps, self.is_own = ops, x, weight, eps, is_own
+    def __init__(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> None:
+        self._ops, self.x, self.weight, self.eps = ops, x, weight, eps
         self._place = ops.scratch(x.shape)
         self.is_late, self._is_lost = True, False
         ops.kernel(rows.norm_instance(weight.shape[0]))  # to be there in any case
@@ -84,16 +81,24 @@ class LateNorms:
         x: DeviceArray,
         weight: CudaWeight,
         eps: float,
-        is_own: bool = True,
     ) -> DeviceArray:
-        columns = weight.shape[0]
-        is_whole = x.shape[1:] == (columns,) and columns % RUN == 0
-        # That of a head is another kernel's, of other bits.
-        if ops.arch < stream.ARCH or not is_whole or not FROM <= columns <= rows.LONGEST_ROW:
+        if not _can_wait(ops, x, weight):
             return rows.rms_norm(ops, x, weight, eps)
-        made = Normed(ops, x, weight, eps, is_own)
+        made = self._asked_for(ops, x, weight, eps)
         if not 0 < len(x) <= (clusters.MOST if ops.arch >= clusters.ARCH else stream.TOKENS):
             made.make()
+        return made
+
+    def place(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> DeviceArray:
+        """Where a sum over ranks is about to put the norm of what it gives."""
+        if not _can_wait(ops, x, weight):
+            return ops.scratch(x.shape)
+        made = self._asked_for(ops, x, weight, eps)
+        made.take()
+        return made
+
+    def _asked_for(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> Normed:
+        made = Normed(ops, x, weight, eps)
         self._asked.add(made)
         return made
 
@@ -108,6 +113,13 @@ class LateNorms:
         self._asked.clear()
 
 
+def _can_wait(ops: Launcher, x: DeviceArray, weight: CudaWeight) -> bool:
+    columns = weight.shape[0]
+    is_whole = x.shape[1:] == (columns,) and columns % RUN == 0
+    # That of a head is another kernel's, of other bits.
+    return ops.arch >= stream.ARCH and is_whole and FROM <= columns <= rows.LONGEST_ROW
+
+
 def late_norm(x: DeviceArray) -> Normed | None:
     if not isinstance(x, Normed) or not x.is_late:
         return None
@@ -116,8 +128,8 @@ def late_norm(x: DeviceArray) -> Normed | None:
 
 
 def norm_of(x: DeviceArray) -> Normed | None:
-    """The norm that x is, computed or not, if its rows may be normed anew by whoever reads them."""
-    if not isinstance(x, Normed) or not x.is_own:
+    """The norm that x is, computed or not: whoever reads its rows may norm them anew."""
+    if not isinstance(x, Normed):
         return None
     x.assert_kept()
     return x

@@ -87,6 +87,10 @@ class CudaOps(CudaPositions, CudaCollectives):
         return self._scratch.peak
 
     # --- what launchers use (launch.Launcher) -------------------------------------------------
+    @property
+    def held(self) -> int:
+        return self.device.held
+
     def kernel(self, instance: Instance) -> Kernel:
         self._catch_up()
         return self._loader.kernel(instance)
@@ -123,7 +127,7 @@ class CudaOps(CudaPositions, CudaCollectives):
     def weight(self, data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
         assert data.dtype == np.uint8, data.dtype
         if len(shape) == 1:
-            data, type_name = _bytes_of(rows.vector(data, type_name)), "F32"
+            data, type_name = rows.vector(data, type_name).reshape(-1).view(np.uint8), "F32"
         elif type_name in REPACKED:
             return self.scaled_weight(data, type_name, shape, np.ones(1, np.float32))
         return self._uploaded([data.reshape(-1)], type_name, shape)
@@ -211,7 +215,7 @@ class CudaOps(CudaPositions, CudaCollectives):
         values = np.ascontiguousarray(values, target.dtype)
         assert values.size <= target.size, (values.shape, target.shape)
         self._catch_up()
-        self._ring.send(target.ptr, _bytes_of(values))
+        self._ring.send(target.ptr, values.reshape(-1).view(np.uint8))
 
     def to_host(self, x: DeviceArray) -> np.ndarray:
         self._catch_up()
@@ -385,10 +389,6 @@ class CudaOps(CudaPositions, CudaCollectives):
         if rows != tokens:
             return EVERY_ROW_ALONE
         return replace(self._policy, generated=generated)
-
-
-def _bytes_of(values: np.ndarray) -> np.ndarray:
-    return values.reshape(-1).view(np.uint8)
 
 
 def _own(weight: Weight) -> CudaWeight:

@@ -24,6 +24,9 @@ NORMED = 64
 TEAMS = 2  # of WARPS warps, on a multiprocessor
 RESERVED = 1024  # bytes of shared memory that every block takes beside its own
 DEPTH = 2  # chunks of a warp that may be on their way at once, if there is room for them
+# Places of a ring that are filled before tokens are asked for where a block begins late, which it
+# does behind a kernel that holds more registers than are left beside a block.
+EARLY, LEFT = 1, 12288
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0")
 MIXED = [("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q5_K", "Q6_K"), ("Q4_K", "Q8_0")]
 PAIRS = [*((name, name) for name in FORMATS), *MIXED]
@@ -52,12 +55,12 @@ BROAD = {(name, name): _instance((name, name), 1, 2 * WARPS) for name in FORMATS
 # Made for one token, what they are made of is a seventh shorter.
 ALONE = {each: _instance(*key, is_alone=True) for key, each in STREAM.items()}
 ALONE |= {each: _instance(pair, 1, 2 * WARPS, True) for pair, each in BROAD.items()}
-# Of a rank's part of a sum, which goes to the other ranks at once; a block has some bytes more.
+# Of a rank's part of a sum, which is made there, too; a block has some bytes more.
 _SAME = [STREAM[(name, name), TEAMS] for name in FORMATS] + [*BROAD.values()]
 _SAME += [ALONE[each] for each in _SAME]
-PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in _SAME}
-PUSHING_BYTES = 1024
-INSTANCES = [*STREAM.values(), *BROAD.values(), *ALONE.values(), *PUSHING.values()]
+TAILS = {each: replace(each, defines=(*each.defines, ("TAIL", "1"))) for each in _SAME}
+TAIL_BYTES = 256
+INSTANCES = [*STREAM.values(), *BROAD.values(), *ALONE.values(), *TAILS.values()]
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,10 @@ class Deal:
     def threads(self) -> int:
         return 32 * self.teams * self.warps
 
-    def instance(self, pair: tuple[str, str], pushes: bool = False) -> Instance:
+    def instance(self, pair: tuple[str, str], is_tail: bool = False) -> Instance:
         found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
         found = ALONE.get(found, found) if self.is_alone else found
-        return PUSHING[found] if pushes else found
+        return TAILS[found] if is_tail else found
 
 
 def ring_bytes(chunk: Chunk, depth: int) -> int:
@@ -164,11 +167,11 @@ def _room(task: Task, teams: int) -> tuple[int, int, int]:
     return max(ways)
 
 
-def can_push(task: Task) -> bool:
-    """Whether PUSHING has a product's instance, and its blocks room for what that takes."""
+def can_tail(task: Task) -> bool:
+    """Whether TAILS has a product's instance, and its blocks room for what that takes."""
     found = deal(task) if task.tokens else None
-    room = task.most_shared - PUSHING_BYTES
-    return found is not None and found.instance(task.pair) in PUSHING and found.shared <= room
+    room = task.most_shared - TAIL_BYTES
+    return found is not None and found.instance(task.pair) in TAILS and found.shared <= room
 
 
 def placed(

@@ -75,9 +75,12 @@ inline uint4 load_four(const uint4* at) {
 inline unsigned swap(unsigned* at, unsigned value) {
   return __atomic_exchange_n(at, value, __ATOMIC_ACQ_REL);
 }
-inline unsigned count_on(unsigned* at) { return __atomic_fetch_add(at, 1u, __ATOMIC_ACQ_REL); }
+inline unsigned count_on(unsigned* at, unsigned by = 1) {
+  return __atomic_fetch_add(at, by, __ATOMIC_ACQ_REL);
+}
 inline void order_all() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline long long ticks() {
+  emulation::pause();  // the peer may wait for what another thread of this block has
   sched_yield();  // the peer may need this CPU
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -153,7 +156,9 @@ __device__ __forceinline__ unsigned swap(unsigned* at, unsigned value) {
   return atomicExch(at, value);
 }
 // What it was; by the time that this is known all the GPU sees the next number.
-__device__ __forceinline__ unsigned count_on(unsigned* at) { return atomicAdd(at, 1u); }
+__device__ __forceinline__ unsigned count_on(unsigned* at, unsigned by = 1) {
+  return atomicAdd(at, by);
+}
 __device__ __forceinline__ void order_all() { __threadfence_system(); }
 __device__ __forceinline__ long long ticks() { return clock64(); }
 

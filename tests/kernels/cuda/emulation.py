@@ -82,6 +82,7 @@ class EmulatedOps:
     """Memory is numpy's; kernels are compiled into `folder`."""
 
     multiprocessors = 4
+    held = 0
     tiles = True  # False: matrices lie row by row, as those that are not whole tiles
 
     def __init__(self, arch: int, folder: Path, max_shared: int) -> None:
@@ -89,6 +90,7 @@ class EmulatedOps:
         self._folder = folder
         self._kept: list[DeviceArray] = []
         self.launched: list[tuple[Instance, tuple[int, ...], int]] = []
+        self.arguments: list[tuple[Any, ...]] = []
         self._library = functools.cache(self._compiled)
 
     def kernel(self, instance: Instance) -> Kernel:
@@ -96,6 +98,7 @@ class EmulatedOps:
 
         def call(grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int = 0) -> None:
             self.launched.append((instance, grid, shared))
+            self.arguments.append(args)
             assert shared <= self.max_shared, (instance.name, shared)
             if instance.waits:
                 Arguments(args)  # what an early launch can take

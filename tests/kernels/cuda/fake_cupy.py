@@ -169,7 +169,11 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         Stream=Stream, Event=Event, function=SimpleNamespace(Module=Module), runtime=runtime
     )
     cublas = SimpleNamespace(CUBLASError=CUBLASError, create=create)
-    driver = SimpleNamespace(CUDADriverError=CUDADriverError, funcSetAttribute=_nothing)
+    driver = SimpleNamespace(
+        CUDADriverError=CUDADriverError,
+        funcSetAttribute=_nothing,
+        funcGetAttribute=lambda *_: 100,  # registers of a thread
+    )
     modules = {
         "cupy": {"cuda": cuda}, "cupy.cuda": vars(cuda), "cupy_backends": {},
         "cupy_backends.cuda": {}, "cupy_backends.cuda.api": {"driver": driver},

@@ -251,6 +251,18 @@ def test_what_follows_a_call_has_no_kernel_to_start_beside(
     assert gpu.launches == ["early", (5, 6, card.stream.ptr), "plain", "early"]
 
 
+def test_what_a_launch_holds_of_the_multiprocessors(fake_cupy: Any, gpu: Any) -> None:
+    """Registers, where it has a block on most of the 80."""
+    from voltapile.kernels.cuda import device
+
+    card = device.Device(0)
+    kernel, held = card.function(b"", "plain"), []
+    for grid in ((60,), (59,), (2, 40)):
+        kernel(grid, 128, ())
+        held.append(card.held)
+    assert held == [12800, 0, 12800]
+
+
 def test_host_memory_that_two_ranks_of_a_process_ask_for(gpu: Any) -> None:
     from voltapile.kernels.cuda import device
 

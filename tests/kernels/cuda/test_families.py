@@ -211,12 +211,12 @@ def test_route_norms_what_it_reads(plain: Any, tokens: int, width: int, type_nam
 
 
 def test_who_does_not_norm_what_it_routes(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is rounded first, long rows, rows that a sum over ranks may norm, prompts."""
+    """What is rounded first, long rows, prompts."""
 
-    def launched(width: int, is_rounded: bool = False, is_own: bool = True, count: int = 2) -> Any:
+    def launched(width: int, is_rounded: bool = False, count: int = 2) -> Any:
         x, (gain, _) = plain.array(normal(0, count, width)), weights_of(plain, normal(2, width))
         router, _ = weights_of(plain, normal(1, 8, width))
-        h, counts = norms.Normed(plain, x, gain, 1e-6, is_own), np.zeros((2, 8), np.int64)
+        h, counts = norms.Normed(plain, x, gain, 1e-6), np.zeros((2, 8), np.int64)
         batch = device(plain, batch_of([0] * count, [0] * count, generated=count))
         since = len(plain.launched)
         plain.route(h, router, 4, plain.array(counts), batch, is_rounded)
@@ -225,7 +225,6 @@ def test_who_does_not_norm_what_it_routes(plain: Any, monkeypatch: pytest.Monkey
     assert launched(768) == ["route"]
     assert launched(768, is_rounded=True) == ["rms_norm_rows", "route"]
     assert launched(4352) == ["rms_norm_rows", "route"]
-    assert launched(768, is_own=False) == ["rms_norm_rows", "route"]
     monkeypatch.setattr(plain, "alone", 2)
     assert launched(768, count=70) == ["rms_norm_rows", "route", "route_many", "choose_experts"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import matmul, stream, wide
+from voltapile.kernels.cuda.norms import LateNorms
 
 from ..test_matmul import activations, random_raw, values_of
 from .emulation import EmulatedOps, has_compiler
@@ -16,6 +17,7 @@ from .test_fragments import ops_of, tolerance
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no g++")
 MIXED = stream.MIXED[0]
+DEPTH_AT = 23  # of the kernel's arguments: a ring's places, and how many are filled at once
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +76,26 @@ def test_bits_are_those_of_rows(
         values = values_of(raw, name, rows)
         error = np.abs(got - x.astype(np.float64) @ values.T)
         assert (error <= tolerance(x, values, name)).all()
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_what_begins_late_has_the_same_bits(
+    arch: int, is_normed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings are filled in two steps then, two places one by one."""
+    ops, (rows, columns) = ops_of(arch, folder), (176, 4352)
+    weight = ops.weight(random_raw("Q8_0", rows, columns), "Q8_0", (rows, columns))
+    gains = np.random.default_rng(3).uniform(0.5, 2, columns).astype(np.float32)
+    gain = ops.weight(gains.view(np.uint8), "F32", gains.shape)
+    x, found = ops.array(activations(2, columns)), []
+    for held, early in ((stream.LEFT, 1000), (stream.LEFT + 1, stream.EARLY)):
+        monkeypatch.setattr(ops, "held", held)
+        read = LateNorms().norm(ops, x, gain, 1e-6) if is_normed else x
+        found.append(ops.to_host(matmul.linear(ops, read, weight)))
+        depth, places = (int(each) for each in ops.arguments[-1][DEPTH_AT : DEPTH_AT + 2])
+        assert (depth, places) == (stream.DEPTH, min(early, depth))
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
