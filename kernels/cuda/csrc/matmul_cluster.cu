@@ -89,7 +89,7 @@ __device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const W
     add_chunk<F>(ring.memory, ring.here(), ring.behind(), memory.slot(n), memory.pieces(n), tile,
                  total);
     __syncwarp();  // what was read may be overwritten
-    fetch.begin(ring, ring.place);
+    fetch.begin(ring, ring.place, true);
     ring.next();
   }
 }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   tell_bells();
   __syncwarp();
   Fetch<F> fetch(all, work, mask, row_bytes);
-  for (int i = 0; i < all.depth; ++i) fetch.begin(ring, i);
+  for (int i = 0; i < all.depth; ++i) fetch.begin(ring, i, false);
   if (lane < all.boxes) {
     Bell* bell = memory.bells_of(lane) + warp;
     make_bell(bell);

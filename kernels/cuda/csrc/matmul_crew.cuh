@@ -145,11 +145,13 @@ struct Fetch {
       : all(all), work(work), mask(mask), row_bytes(row_bytes) {
     find();
   }
-  // To a place of the ring that nobody reads, if there is a chunk.
-  __device__ __forceinline__ void begin(const Ring<F>& ring, int place) {
+  // To a place of the ring that nobody reads, but has read if it is filled again, if there is a
+  // chunk.
+  __device__ __forceinline__ void begin(const Ring<F>& ring, int place, bool is_again) {
     if (left <= 0) return;
     if (is_elected()) {
       std::uint8_t* to = ring.memory + ring.own + place * Ring<F>::PLACE;
+      if (is_again) order_copies();
       expect(ring.bells + place, M::CHUNK);
       copy_whole(to, from, M::CHUNK, ring.bells + place);
     }

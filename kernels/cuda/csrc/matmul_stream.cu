@@ -54,9 +54,9 @@ struct Ahead {
     find();
   }
   // To a place of the ring, if there is a chunk.
-  __device__ __forceinline__ void fetch(const ChunkRing<F>& ring, int place) {
+  __device__ __forceinline__ void fetch(const ChunkRing<F>& ring, int place, bool is_again) {
     if (unit < units.count) {
-      ring.fetch(place, from);
+      ring.fetch(place, from, is_again);
       from += WARPS * M::CHUNK;
       --left;
     }
@@ -177,7 +177,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
 #pragma unroll 1
   for (int i = 0; i < depth; ++i) {
     ahead.prepare();
-    ahead.fetch(ring, i);
+    ahead.fetch(ring, i, false);
   }
 
   if (warp_of_block == ALL_WARPS - 1) line.begin(0, all.tokens, lane);
@@ -215,7 +215,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
 #pragma unroll
         for (int e = 0; e < Tile::VALUES; ++e) total[0][e] = total[0][e] + part[0][e];
         __syncwarp();  // what was read may be overwritten
-        ahead.fetch(ring, ring.place);
+        ahead.fetch(ring, ring.place, true);
         ring.advance();
       }
       keep_sums_of(total[0], tile, 0, all.tokens, set + (sub * WARPS + warp) * one);
