@@ -59,9 +59,9 @@ __device__ __forceinline__ void await_own(Bell* bell, bool is_odd) {
       "r"(is_odd ? 0 : 1)
       : "memory");
 }
-// By a thread that is about to ask for a copy to a place which it, or threads that it has met since,
-// have read or written: copies come another way than loads and stores (the async proxy), which a
-// meeting alone does not order behind them.
+// By a thread that is about to ask for a copy to a place that it has read or written, or threads
+// that it has met since: copies come another way than loads and stores (the async proxy), and a
+// meeting alone does not order them behind those.
 __device__ __forceinline__ void order_copies() {
 #ifndef NO_PROXY_FENCE
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
