@@ -11,13 +11,15 @@
 # A stage that fails is told and the next one runs. Whole logs are in $OUT, where that is set.
 # SELECT is pytest's -k for the test stages, e.g. "native" to leave out the driver's compilation of
 # the Volta source, which takes minutes; MAXFAIL after how many failures a stage stops. TOOLS: of
-# compute-sanitizer, "memcheck racecheck" where not set; KINDS of kernels, all in `checks` below.
+# compute-sanitizer, "memcheck racecheck" where not set; KINDS of kernels, all in `checks` below. It
+# is what bench/pack_device.sh has packed, if it was asked to, else what the machine has.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 out=${OUT:-/tmp/voltapile-device}
 site=/tmp/voltapile-site
 models=/tmp/voltapile-models
+sanitizer=/tmp/voltapile-sanitizer
 log=$out/log.txt
 mkdir -p "$out"
 : > "$log"
@@ -51,6 +53,10 @@ setup() {
   done
   [ -d "$site/msgspec" ] || $python -m pip install -q --no-index --no-deps --no-compile \
     --no-cache-dir --target "$site" device/wheels/*.whl
+  if [ -d device/sanitizer ] && [ ! -d "$sanitizer" ]; then
+    $python -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
+      --target "$sanitizer" device/sanitizer/*.whl
+  fi
   for module in device/module/_cpu*.so; do
     if [ -f "$module" ] && [ ! -f "kernels/cpu/$(basename "$module")" ]; then
       cp "$module" kernels/cpu/
@@ -186,9 +192,12 @@ checks_others=(
 # 2024.2 on and all their directions from 2025.2 on; racecheck those from global memory from 2024.4
 # on, with false alarms (bells at several addresses of a warp, waits across clusters, complete-tx)
 # that were mended in 2025.3, 2025.4, 2026.1 and 2026.3, and says nothing of those between blocks of
-# a cluster. CUDA 13.0 has 2025.3. So before 2026.3 racecheck leaves these kernels out; what they
-# wait for is watched by the emulation (tests/kernels/cuda/emulate_bell.h: what is there too early
-# is rubbish). BELLS=1: have them checked all the same; not each report is then a fault.
+# a cluster. From 2026.4 on it also tells of a place that is read and then copied to without a proxy
+# fence between (order_copies in csrc/bell.cuh); and it takes `@!UP SYNCS.EXCH` of a bell that some
+# lanes make for a write of lanes that make none, so one thread makes bells where there are many.
+# CUDA 13.0 has 2025.3. So before 2026.3 racecheck leaves these kernels out; what they wait for is
+# watched by the emulation (tests/kernels/cuda/emulate_bell.h: what is there too early is rubbish).
+# BELLS=1: have them checked all the same; not each report is then a fault.
 bells="^(matmul_(stream|wide|cluster)|attention_decode|expert_(up_stream|down_stream|parts)|delta_pair|stream_up)$"
 
 # sanitize TOOL KIND
@@ -198,9 +207,12 @@ sanitize() {
     return
   fi
   local -n tests=checks_$2
-  local more=() version
+  local more=() version program=compute-sanitizer found
+  for found in "$sanitizer"/nvidia/*/compute-sanitizer/compute-sanitizer; do
+    [ -x "$found" ] && program=$found
+  done
   if [ "$1" = racecheck ]; then
-    version=$(compute-sanitizer --version | grep -o '20[0-9][0-9]\.[0-9][0-9]*' | head -n 1)
+    version=$("$program" --version | grep -o '20[0-9][0-9]\.[0-9][0-9]*' | head -n 1)
     if [ -n "${BELLS:-}" ] || [[ $(printf '%s\n' 2026.3 "$version" | sort -V | head -n 1) = 2026.3 ]]; then
       more=(--num-cuda-barriers 128)  # they lie in arrays, which the compiler does not count
     else
@@ -208,7 +220,7 @@ sanitize() {
     fi
   fi
   LINES_SHOWN=6 CUDA_DEVICE_MAX_CONNECTIONS=32 stage "${SANITIZE_SECONDS:-190}" "$1-$2" \
-    compute-sanitizer --tool "$1" "${more[@]}" --error-exitcode 9 --print-limit 20 \
+    "$program" --tool "$1" "${more[@]}" --error-exitcode 9 --print-limit 20 \
     --port $((49152 + BASHPID % 1000 * 16)) \
     "$(command -v "$python")" -m pytest -q -W default --timeout 0 -p no:cacheprovider \
     ${SELECT:+-k "$SELECT"} "${tests[@]/#/tests/gpu/}"
@@ -216,7 +228,7 @@ sanitize() {
 
 run() {
   case $1 in
-    setup) stage 120 setup bash -c "$(declare -f setup); python='$python' site='$site' models='$models' root='$root'; setup" ;;
+    setup) stage 120 setup bash -c "$(declare -f setup); python='$python' site='$site' models='$models' root='$root' sanitizer='$sanitizer'; setup" ;;
     build) stage 400 build bash -c "$(declare -f build); python='$python'; build" ;;
     compile) stage 300 compile $python -m voltapile.kernels.cuda --arch "$(arch)" ;;
     elementwise | sample | matmul | attention | model | families | serve | shared | file_table)

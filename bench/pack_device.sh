@@ -5,6 +5,9 @@
 #
 #     bench/pack_device.sh [GOLDEN_FOLDER] [SYNTH_GGUF_PY]
 #
+# SANITIZER=1: also NVIDIA's newest compute-sanitizer, or SANITIZER=VERSION of its package, for the
+# stage `sanitize`: 18 MB, and newer than what CUDA there has.
+#
 # Take it along with the project's files, then run bench/device.sh there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,6 +31,15 @@ if [ ! -d device/wheels ]; then
     --implementation cp "${platforms[@]}" -d device/wheels.new \
     gguf msgspec orjson py-libnuma pyzmq pytest-asyncio
   mv device/wheels.new device/wheels
+fi
+
+if [ -n "${SANITIZER:-}" ] && [ ! -d device/sanitizer ]; then
+  mkdir -p device/sanitizer.new
+  package=nvidia-cuda-sanitizer-api
+  [ "$SANITIZER" = 1 ] || package+="==$SANITIZER"
+  $python -m pip download -q --no-deps --only-binary=:all: --platform manylinux_2_25_x86_64 \
+    --platform manylinux_2_17_x86_64 -d device/sanitizer.new "$package"
+  mv device/sanitizer.new device/sanitizer
 fi
 
 if [ -d "$golden" ]; then

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from voltapile.kernels.cuda.chunks import CHUNKS, max_shared
+from voltapile.shm.formats import row_bytes
 
 MOST_TOKENS = 4  # of a block
 # Bytes of a token's chunk in whole numbers: csrc/expert_tokens.cuh.
 SLOTS = {"Q4_K": 576, "Q5_K": 576, "Q6_K": 576, "Q5_1": 576, "Q8_0": 576}
 DEPTHS = range(2, 7)  # of a ring: csrc/expert_strip.cuh
+BEHIND = 112  # csrc/expert_down_stream.cu
 
 
 def room_for(nbytes: Callable[[int], int], tokens: int, arch: int) -> int:
@@ -32,6 +34,11 @@ def strip_bytes(
     rings = warps * depth_of(name, ring) * 16 * CHUNKS[name].bytes
     rest = count * room * (SLOTS[name] + 64 * tiles)
     return whole(8 * warps * DEPTHS[-1]) + rings + max(least, rest)
+
+
+def tile_bytes(name: str, columns: int) -> int:
+    """Of 16 rows in csrc/expert_down_stream.cu, with what is read behind them for nothing."""
+    return 16 * row_bytes(name, columns) + BEHIND * (columns % 128 > 0)
 
 
 def depth_of(name: str, ring: int) -> int:

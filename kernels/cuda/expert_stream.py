@@ -21,12 +21,12 @@ from voltapile.kernels.cuda.expert_sizes import (
     groups,
     room_for,
     strip_bytes,
+    tile_bytes,
     whole,
 )
 from voltapile.kernels.cuda.expert_table import ExpertTable, Shared
 from voltapile.kernels.cuda.launch import DeviceArray, Instance, Launcher, Line
 from voltapile.kernels.cuda.spread import spread
-from voltapile.shm.formats import row_bytes
 
 ARCH = 80  # from which on
 UP_WARPS = PARTS_WARPS = 4
@@ -244,8 +244,8 @@ class Layer:
     def down_bytes(self, used: int) -> int:
         """Tiles, a token's chunk for each warp, items' sums."""
         own, other = self.down_pair
-        tiles = used * 16 * row_bytes(own, self.table.down.shape[2])
-        tiles += 16 * row_bytes(other, self.shared_columns) * (not self.is_alone)
+        tiles = used * tile_bytes(own, self.table.down.shape[2])
+        tiles += tile_bytes(other, self.shared_columns) * (not self.is_alone)
         slots = self.down_warps(used) * max(SLOTS[own], SLOTS[other])
         return tiles + slots + 64 * self.down_items(used)
 

@@ -199,7 +199,6 @@ struct CopiedSteps {
     if (p < s.low || p + STEP > s.high) {
       __syncwarp();
       tile.hide(max(0, s.low - p), min(STEP, s.high - p), lane);
-      order_copies();
       __syncwarp();
     }
     return tile;
@@ -232,17 +231,22 @@ struct CopiedSteps {
     __syncwarp();
 #endif
   }
+  // is_again: the tile has been read by all lanes, which met.
   __device__ void ask(int which, int stage, const Source& s, int page, int p, Bell* bells,
-                      int lane) {
+                      int lane, bool is_again) {
     Bell* bell = bells + 2 * stage + which;
 #if VP_ARCH >= 900
-    if (lane == 0) expect(bell, CopiedTile::BYTES);
+    if (lane == 0) {
+      if (is_again) order_copies();
+      expect(bell, CopiedTile::BYTES);
+    }
 #endif
     tiles[stage][which].copy(s.caches[which].head(page), p, bell, lane);
   }
   __device__ void ask_next(int which, const Source& s, const State& state, int lane) {
     if (!state.ahead.is_done(s))
-      ask(which, state.stage, s, s.where.head_in(state.page), state.ahead.p, state.bells, lane);
+      ask(which, state.stage, s, s.where.head_in(state.page), state.ahead.p, state.bells, lane,
+          true);
     if (!HAS_BELLS) commit_copies();
   }
   static __device__ __forceinline__ void go_far(Walk& at, const Source& s, int steps) {
@@ -263,7 +267,7 @@ struct CopiedSteps {
       if (is_asked && p + STEP > fresh) end = min(end, i);
 #pragma unroll 1
       for (int which = 0; which < 2; ++which) {
-        if (is_asked && i < end) ask(which, i, s, page, p, bells, lane);
+        if (is_asked && i < end) ask(which, i, s, page, p, bells, lane, false);
         if (is_asked && i >= end && lane == 0)
           CopiedTile::bring_near(s.caches[which].head(page), p);
         if (!HAS_BELLS && i < end) commit_copies();

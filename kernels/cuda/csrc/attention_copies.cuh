@@ -24,12 +24,6 @@ __device__ __forceinline__ void wait_for_copies() {  // until at most PENDING gr
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }
-// What copies of whole tiles write after a meeting is written behind what this thread has written.
-__device__ __forceinline__ void order_copies() {
-#if VP_ARCH >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
 // A multiple of 16 bytes come into the L2 cache, where that costs one instruction.
 __device__ __forceinline__ void copy_to_l2(const void* global, int bytes) {
 #if VP_ARCH >= 900
@@ -37,7 +31,6 @@ __device__ __forceinline__ void copy_to_l2(const void* global, int bytes) {
 #endif
 }
 #else
-inline void order_copies() {}
 inline void copy_to_l2(const void*, int) {}
 #endif
 

@@ -37,7 +37,7 @@ struct Eight {
 
   static __device__ __forceinline__ void codes(const std::uint8_t* memory, int block, int p,
                                                unsigned (&a)[2]) {
-    const Words words(memory, block + 2 + 4 * p);
+    const EndWords words(memory, block + 2 + 4 * p);
     a[0] = words.at(0);
     a[1] = words.at(16);
   }
@@ -104,7 +104,7 @@ struct ByGroups {
       sums[i] = scale * ((parts[0][i] + parts[1][i]) + (parts[2][i] + parts[3][i]));
   }
 
-  // Behind a row's last group there is something to read.
+  // Groups are read by fours, also behind a row's last one.
   static __device__ __forceinline__ float multiply_one(const std::uint8_t* memory,
                                                        const int (&at)[Tile::ROWS],
                                                        const std::uint8_t* token, int lane,

@@ -36,38 +36,58 @@ constexpr bool IS_AHEAD = !IS_ALONE && !IS_K<F>;  // others have one chunk a war
 constexpr int SLOT =
     Chunks<O>::SLOT > Chunks<F>::SLOT ? Chunks<O>::SLOT : Chunks<F>::SLOT;
 
-// A token's experts that are here, in the order of `chosen`.
-struct Present {
-  const std::uint8_t* down[MOST_USED];
+// What a block keeps of a token's experts that are here, in the order of `chosen`.
+struct Kept {
   float weights[MOST_USED];
-  int ranks[MOST_USED], count;
+  int ranks[MOST_USED];
+};
+// A token's experts that are here. Each warp finds them for itself, and a lane has the expert of
+// its rank: so loads come first, and nobody waits. Before the wait, so past the first cache, which
+// may hold an earlier layer's.
+struct Present {
+  const std::uint8_t* down = nullptr;
+  int at = -1, count;  // the lane's one, and of all
 
-  // By each warp for itself, with the same result: then loads come first, and nobody waits.
-  // Before the wait, so past the first cache, which may hold an earlier layer's.
-  __device__ __forceinline__ void find(const Experts& experts, const int* chosen,
-                                       const float* shares, int used) {
-    const int lane = threadIdx.x & 31;
+  __device__ __forceinline__ Present(const Experts& experts, const int* chosen, int used,
+                                     int lane) {
     const Expert* own = lane < used ? experts.find(__ldcg(chosen + lane)) : nullptr;
     const unsigned there = __ballot_sync(~0u, own != nullptr);
-    const int at = __popc(there & ((1u << lane) - 1));
-    if (own != nullptr) {
-      down[at] = own->matrices[DOWN];
-      weights[at] = __ldcg(shares + lane);
-      ranks[at] = lane;
-    }
-    if (lane == 0) count = __popc(there);
+    count = __popc(there);
+    if (own != nullptr) down = own->matrices[DOWN], at = __popc(there & ((1u << lane) - 1));
+  }
+  // By the whole warp; n: the same for all of it, less than `count`.
+  __device__ __forceinline__ int rank(int n) const {
+    return __ffs(static_cast<int>(__ballot_sync(~0u, at == n))) - 1;
+  }
+  __device__ __forceinline__ const std::uint8_t* down_of(int n) const {
+    const auto whole = reinterpret_cast<std::uint64_t>(down);
+    const int from = rank(n);
+    const unsigned low = __shfl_sync(~0u, static_cast<unsigned>(whole), from);
+    const unsigned high = __shfl_sync(~0u, static_cast<unsigned>(whole >> 32), from);
+    return reinterpret_cast<const std::uint8_t*>(std::uint64_t{high} << 32 | low);
+  }
+  // By one warp; others see it when they have met that.
+  __device__ __forceinline__ void keep(Kept& kept, const float* shares, int lane) const {
+    if (at < 0) return;
+    kept.weights[at] = __ldcg(shares + lane);
+    kept.ranks[at] = lane;
   }
 };
 
-// 16 rows of a matrix in shared memory, as they lie.
+// 16 rows of a matrix in shared memory, as they lie. `place`: with what is read behind them, for
+// nothing, where groups of columns are no whole fours; there nothing may be on its way.
 template <class Format>
 struct Rows {
   using C = Chunks<Format>;
-  int k, bytes;
+  static constexpr int BEHIND = 112;  // three groups of Q8_0, a multiple of 16
+  int k, bytes, place;
   Lay lay;
 
   __device__ __forceinline__ Rows(int k, bool is_tiled)
-      : k(k), bytes(16 * C{k}.row_bytes()), lay(lay_of(is_tiled, C::BYTES, bytes / 16)) {}
+      : k(k),
+        bytes(16 * C{k}.row_bytes()),
+        place(bytes + (!IS_K<Format> && k % 128 ? BEHIND : 0)),
+        lay(lay_of(is_tiled, C::BYTES, bytes / 16)) {}
 
   // Of one chunk and its token, by a warp that has met: sums of 16 rows.
   __device__ __forceinline__ void multiply(const std::uint8_t* memory, int chunk,
@@ -98,7 +118,7 @@ extern "C" __global__ void BOUNDS
                        ) {
 #if VP_ARCH >= 800
   extern __shared__ __align__(128) std::uint8_t shared[];
-  __shared__ Present here;
+  __shared__ Kept of_experts;
   __shared__ Bell bells[MOST_USED + 1];
   const int warp = own_warp(), lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   const long long token = blockIdx.y, unit = blockIdx.x;
@@ -109,14 +129,14 @@ extern "C" __global__ void BOUNDS
 #endif
   const Rows<F> tiles(k, tiled & 1);
   const Rows<O> other_tile(IS_ALONE ? 0 : other_k, tiled & 2);
-  here.find(Experts{table, count, first}, chosen + token * used, shares + token * used, used);
-  __syncwarp();
+  const Present here(Experts{table, count, first}, chosen + token * used, used, lane);
+  if (warp == warps - 1) here.keep(of_experts, shares + token * used, lane);
   const int chunks = Chunks<F>{k}.count(), others = Chunks<O>{other_tile.k}.count();
   const int items = here.count * chunks, all = items + others;
   const int results = here.count + (others > 0);
   // Tiles, a token's chunk for each warp, items' sums.
-  std::uint8_t* other_memory = shared + used * tiles.bytes;
-  std::uint8_t* slot = other_memory + (IS_ALONE ? 0 : other_tile.bytes) + warp * SLOT;
+  std::uint8_t* other_memory = shared + used * tiles.place;
+  std::uint8_t* slot = other_memory + (IS_ALONE ? 0 : other_tile.place) + warp * SLOT;
   float* kept = reinterpret_cast<float*>(slot + (warps - warp) * SLOT);
 #pragma unroll 1
   for (int n = warp; n < results; n += warps) {
@@ -124,7 +144,7 @@ extern "C" __global__ void BOUNDS
     if (!IS_ALONE && n == here.count)
       fetch(other_memory, other_down + unit * other_tile.bytes, other_tile.bytes, bells + n, lane);
     else
-      fetch(shared + n * tiles.bytes, here.down[n] + unit * tiles.bytes, tiles.bytes, bells + n,
+      fetch(shared + n * tiles.place, here.down_of(n) + unit * tiles.bytes, tiles.bytes, bells + n,
             lane);
   }
   // A chunk of a token's expert, or behind those of the one that all take.
@@ -138,7 +158,7 @@ extern "C" __global__ void BOUNDS
   const float* row_from = others_inner;
   if (item < all) {
     find();
-    if (!is_other()) row_from = own_inner + here.ranks[tile] * k;
+    if (!is_other()) row_from = own_inner + here.rank(tile) * k;
   }
   const auto load = [&](const float* from) {
     return is_other() ? Chunks<O>{other_k}.load(from, chunk, lane)
@@ -164,7 +184,7 @@ extern "C" __global__ void BOUNDS
   const auto load_next = [&] {
     if ((item += warps) >= all) return false;
     find();
-    held = load(is_other() ? others_inner : own_inner + here.ranks[tile] * k);
+    held = load(is_other() ? others_inner : own_inner + of_experts.ranks[tile] * k);
     return true;
   };
   const auto put = [&] {
@@ -179,7 +199,7 @@ extern "C" __global__ void BOUNDS
     if (!IS_ALONE && item >= items)
       other_tile.multiply(other_memory, chunk, slot, kept + 16 * item, lane);
     else
-      tiles.multiply(shared + tile * tiles.bytes, chunk, slot, kept + 16 * item, lane);
+      tiles.multiply(shared + tile * tiles.place, chunk, slot, kept + 16 * item, lane);
   };
 #pragma unroll 1
   while (item < all) {
@@ -202,7 +222,7 @@ extern "C" __global__ void BOUNDS
   for (int first_of = 0; first_of < results; first_of += 8) {
     const int n = first_of + (lane >> 2), own = n < here.count ? chunks : n < results ? others : 0;
     const float* sums = kept + n * chunks * 16 + row;
-    const float weight = n < here.count ? here.weights[n] : 1.0f;
+    const float weight = n < here.count ? of_experts.weights[n] : 1.0f;
     float part = 0.0f;
 #pragma unroll 1
     for (int at = 0; at < most; at += 4)

@@ -10,10 +10,12 @@ namespace voltapile {
 constexpr bool HAS_BELLS = VP_ARCH >= 900;
 
 // A multiple of 16 bytes. By a warp that has met; the bell is its own to ask, once for each ring.
+// is_again: something was read there.
 __device__ __forceinline__ void fetch(std::uint8_t* to, const std::uint8_t* from, int bytes,
-                                      Bell* bell, int lane) {
+                                      Bell* bell, int lane, bool is_again = false) {
 #if VP_ARCH >= 900
   if (is_elected()) {
+    if (is_again) order_copies();
     expect(bell, bytes);
     copy_whole(to, from, bytes, bell);
   }
@@ -52,10 +54,11 @@ struct PieceRing {
       : memory(memory), bells(bells), depth(depth), lane(lane) {
     make_bells(bells, depth);
   }
-  // from: the next piece, or null. What was in its place has been read by all lanes, which met.
-  __device__ __forceinline__ void ask(const std::uint8_t* from) {
+  // from: the next piece, or null. What was in its place, if anything (is_again), has been read by
+  // all lanes, which met.
+  __device__ __forceinline__ void ask(const std::uint8_t* from, bool is_again) {
     if (from != nullptr) {
-      fetch(memory + asking * SIZE, from, SIZE, bells + asking, lane);
+      fetch(memory + asking * SIZE, from, SIZE, bells + asking, lane, is_again);
       asking = asking + 1 < depth ? asking + 1 : 0;
     }
     if (!HAS_BELLS) commit_copies();

@@ -116,16 +116,16 @@ struct Strip {
     const auto row_of = [&](int token) { return from.row(token); };
     Asked<F> asked(k, count, chunks, warp, lane);
     Walk ahead(warp, chunks), own = ahead;
-    const auto ask = [&] {
+    const auto ask = [&](bool is_again) {
       const bool is_left = ahead.tile < tiles;
-      ring.ask(is_left ? first_of(ahead.tile) + ahead.chunk * SIZE : nullptr);
+      ring.ask(is_left ? first_of(ahead.tile) + ahead.chunk * SIZE : nullptr, is_again);
       if (is_left) ahead.advance(WARPS, chunks);
     };
     if (!From::IS_EARLY) {
       asked.begin(row_of);
     }
 #pragma unroll 1
-    for (int i = 0; i < depth; ++i) ask();
+    for (int i = 0; i < depth; ++i) ask(!From::IS_LONE);  // a single token has one turn
     if (From::IS_EARLY) {
       from.arrive();
       asked.begin(row_of);
@@ -151,7 +151,7 @@ struct Strip {
 #pragma unroll
         for (int i = 0; i < 2; ++i) to[(lane & 3) * 16 + tile.row(i)] = sums[i];
       __syncwarp();  // what was read may be overwritten
-      ask();
+      ask(true);
       if (!From::IS_LONE && ahead.tile >= tiles) grid_launch();
     }
     __syncthreads();

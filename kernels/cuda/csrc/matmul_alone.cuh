@@ -182,12 +182,12 @@ struct Alone<formats::Q8_0> {
                                                   float (&part)[PASSES][Tile::VALUES]) {
     using T = BlockTokens<F>;
     Groups<true> groups(token, tile);
-    Words words[2][2];
+    EndWords words[2][2];
     float sum[2], scale[2][2], of_group[2][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int own = at[i / 2] + 68 * groups.run + 34 * (i & 1);
-      words[i / 2][i & 1] = Words(memory, own + 2);
+      words[i / 2][i & 1] = EndWords(memory, own + 2);
       scale[i / 2][i & 1] = half_value(*reinterpret_cast<const std::uint16_t*>(memory + own));
     }
 #pragma unroll

@@ -227,7 +227,7 @@ struct Block<formats::Q8_0> {
       for (int u = 0; u < LANE_UNITS; ++u) {
         // Groups differ by 34 bytes, pairs of them by 68: the shift is one of two.
         const int p = tile.unit(u % Tile::UNITS), row = at[u / Tile::UNITS];
-        const Words words(memory, row + 34 * (group & 1) + 2 + 8 * p);
+        const EndWords words(memory, row + 34 * (group & 1) + 2 + 8 * p);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const unsigned w = words.at(68 * (group / 2) + 4 * i) ^ 0x80808080;

@@ -26,13 +26,16 @@ using namespace voltapile;
 // tells. Somebody must wait for each bell, since a block must not end before.
 template <class F>
 __device__ __forceinline__ void copy_tokens(const Launch& all, const std::uint8_t* records,
-                                            const Memory<F>& memory, int slots, int lane) {
+                                            const Memory<F>& memory, int slots) {
   constexpr int SIZE = CrewMemory<F>::SLOT;
-  if (lane >= slots) return;
-  const int chunk = blockIdx.y * (all.k / CrewMemory<F>::COLUMNS) + all.rank + CLASSES * lane;
-  expect(memory.chunk_bell(lane), SIZE);
-  copy_whole(memory.slot(lane).memory, records + static_cast<long long>(chunk) * SIZE, SIZE,
-             memory.chunk_bell(lane));
+  if (!is_elected()) return;
+  int chunk = blockIdx.y * (all.k / CrewMemory<F>::COLUMNS) + all.rank;
+#pragma unroll 1
+  for (int n = 0; n < slots; ++n, chunk += CLASSES) {
+    expect(memory.chunk_bell(n), SIZE);
+    copy_whole(memory.slot(n).memory, records + static_cast<long long>(chunk) * SIZE, SIZE,
+               memory.chunk_bell(n));
+  }
 }
 
 // Where there are no records, all warps make what would have been copied. What comes from far away
@@ -76,7 +79,8 @@ __device__ __forceinline__ void stage_tokens(const Launch& all, const Memory<F>&
 }
 
 // A warp's chunks of a tile; what is fetched meanwhile goes to the places that become free. Who has
-// no tile multiplies whatever lies there. awaited: chunks whose tokens may still be on their way.
+// no tile stays at one place and multiplies whatever lies there. awaited: chunks whose tokens may
+// still be on their way.
 template <class F>
 __device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const Work& work,
                                                 int round, Fetch<F>& fetch, Ring<F>& ring,
@@ -89,8 +93,8 @@ __device__ __forceinline__ void multiply_chunks(const Memory<F>& memory, const W
     add_chunk<F>(ring.memory, ring.here(), ring.behind(), memory.slot(n), memory.pieces(n), tile,
                  total);
     __syncwarp();  // what was read may be overwritten
-    fetch.begin(ring, ring.place);
-    ring.next();
+    fetch.begin(ring, ring.place, true);
+    if (is_in) ring.next();
   }
 }
 
@@ -110,17 +114,25 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   const Memory<F> memory(all, shared, most);
 
   Ring<F> ring = memory.ring(all, warp);
-  if (lane < all.depth) make_bell(ring.bells + lane);
+  // By one thread: code for some lanes is gone through by warps of which none is meant, and then
+  // racecheck (2026.4) takes them to make bells, too.
+  if (is_elected())
+#pragma unroll 1
+    for (int i = 0; i < all.depth; ++i) make_bell(ring.bells + i);
   tell_bells();
   __syncwarp();
   Fetch<F> fetch(all, work, mask, row_bytes);
-  for (int i = 0; i < all.depth; ++i) fetch.begin(ring, i);
-  if (lane < all.boxes) {
-    Bell* bell = memory.bells_of(lane) + warp;
-    make_bell(bell);
-    if (lane < work.own_rounds) expect(bell, LETTER_BYTES);
+  for (int i = 0; i < all.depth; ++i) fetch.begin(ring, i, false);
+  if (is_elected()) {
+#pragma unroll 1
+    for (int i = 0; i < all.boxes; ++i) {
+      Bell* bell = memory.bells_of(i) + warp;
+      make_bell(bell);
+      if (i < work.own_rounds) expect(bell, LETTER_BYTES);
+    }
+#pragma unroll 1
+    for (int i = 0; warp == 0 && i < work.slots; ++i) make_bell(memory.chunk_bell(i));
   }
-  if (warp == 0 && lane < work.slots) make_bell(memory.chunk_bell(lane));
   __syncthreads();
   cluster_arrive();
   grid_wait();
@@ -129,7 +141,7 @@ __device__ __forceinline__ void multiply_tiles(const Launch& all, const std::uin
   if (!is_copied) {
     stage_tokens<F>(all, memory, work.slots, warp, lane);
   } else if constexpr (Order<F>::IS_BLOCK) {
-    if (warp == 0 && work.rounds > 0) copy_tokens<F>(all, records, memory, work.slots, lane);
+    if (warp == 0 && work.rounds > 0) copy_tokens<F>(all, records, memory, work.slots);
   }
   const Desk desk(all, lane);
   for (int round = 0; round <= work.rounds; ++round) {

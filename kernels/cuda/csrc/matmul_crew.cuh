@@ -145,11 +145,13 @@ struct Fetch {
       : all(all), work(work), mask(mask), row_bytes(row_bytes) {
     find();
   }
-  // To a place of the ring that nobody reads, if there is a chunk.
-  __device__ __forceinline__ void begin(const Ring<F>& ring, int place) {
+  // To a place of the ring that nobody reads, but has read if it is filled again, if there is a
+  // chunk.
+  __device__ __forceinline__ void begin(const Ring<F>& ring, int place, bool is_again) {
     if (left <= 0) return;
     if (is_elected()) {
       std::uint8_t* to = ring.memory + ring.own + place * Ring<F>::PLACE;
+      if (is_again) order_copies();
       expect(ring.bells + place, M::CHUNK);
       copy_whole(to, from, M::CHUNK, ring.bells + place);
     }
@@ -198,10 +200,12 @@ struct Memory {
   static __device__ __forceinline__ int ring_bytes(const Launch& all) {
     return all.depth * Ring<F>::PLACE + M::SCALES;
   }
-  // Who never has a tile reads another's ring. Where it begins is not computed again.
+  // Who never has a tile reads tokens instead, those that it has awaited first: what comes to
+  // others' rings may be on its way. Where a ring begins is not computed again.
   __device__ __forceinline__ Ring<F> ring(const Launch& all, int warp) const {
-    const int own = __shfl_sync(~0u, min(warp, all.owners - 1) * ring_bytes(all), 0);
-    return {rings, own, bells + 2 * CREW + warp * all.depth, all.depth};
+    static_assert(!CrowdTokens<F>::IS_BLOCK || Ring<F>::PLACE <= M::SLOT);
+    const int at = warp < all.owners ? warp * ring_bytes(all) : static_cast<int>(tokens - rings);
+    return {rings, __shfl_sync(~0u, at, 0), bells + 2 * CREW + warp * all.depth, all.depth};
   }
   __device__ __forceinline__ float* box(int i) const { return boxes + i * box_floats; }
   __device__ __forceinline__ Bell* bells_of(int box) const { return bells + box * CREW; }

@@ -229,10 +229,10 @@ struct Crowd<formats::Q8_0> {
   static __device__ __forceinline__ void add(const std::uint8_t* memory,
                                              const int (&at)[Tile::ROWS], const View& tokens,
                                              const Tile& tile, Sums& total) {
-    Words words[2][2];  // of even and odd groups: they differ by 34 bytes, pairs of them by 68
+    EndWords words[2][2];  // of even and odd groups: they differ by 34 bytes, pairs of them by 68
 #pragma unroll
     for (int n = 0; n < 4; ++n)
-      words[n & 1][n >> 1] = Words(memory, at[n >> 1] + 34 * (n & 1) + 2 + 8 * tile.unit(0));
+      words[n & 1][n >> 1] = EndWords(memory, at[n >> 1] + 34 * (n & 1) + 2 + 8 * tile.unit(0));
     Sums sum = {};
 #pragma unroll 1
     for (int pair = 0; pair < 4; ++pair) {

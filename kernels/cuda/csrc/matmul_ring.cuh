@@ -58,7 +58,7 @@ struct TileMemory {
 // A warp's chunks on their way to shared memory, to `depth` places in turn, DEPTH at most: each by
 // one copy that rings a bell; before sm_90 by copies of all lanes, a group for each chunk. The
 // whole warp calls all of this, and is past what it has read of a place before that is filled
-// again.
+// again (is_again).
 template <class F>
 struct ChunkRing {
   static constexpr int CHUNK = TileMemory<F>::CHUNK;
@@ -78,9 +78,10 @@ struct ChunkRing {
     }
 #endif
   }
-  __device__ __forceinline__ void fetch(int to, const std::uint8_t* from) const {
+  __device__ __forceinline__ void fetch(int to, const std::uint8_t* from, bool is_again) const {
 #if VP_ARCH >= 900
     if (is_elected()) {
+      if (is_again) order_copies();
       expect(bells + to, CHUNK);
       copy_whole(places + to * CHUNK, from, CHUNK, bells + to);
     }

@@ -63,9 +63,9 @@ struct Ahead {
     find();
   }
   // To a place of the ring, if there is a chunk.
-  __device__ __forceinline__ void fetch(const ChunkRing<F>& ring, int place) {
+  __device__ __forceinline__ void fetch(const ChunkRing<F>& ring, int place, bool is_again) {
     if (unit < units.count) {
-      ring.fetch(place, from);
+      ring.fetch(place, from, is_again);
       from += WARPS * M::CHUNK;
       --left;
     }
@@ -206,7 +206,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Tail
 #pragma unroll 1
     for (int i = first; i < end; ++i) {
       ahead.prepare();
-      ahead.fetch(ring, i);
+      ahead.fetch(ring, i, false);
     }
   };
   const int chunks = chunks_of<F>(all.k), one = 16 * all.tokens;
@@ -254,7 +254,7 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Tail
 #pragma unroll
         for (int e = 0; e < Tile::VALUES; ++e) total[0][e] = total[0][e] + part[0][e];
         __syncwarp();  // what was read may be overwritten
-        ahead.fetch(ring, ring.place);
+        ahead.fetch(ring, ring.place, true);
         ring.advance();
       }
       keep_sums_of(total[0], tile, 0, all.tokens, set + (sub * WARPS + warp) * one);

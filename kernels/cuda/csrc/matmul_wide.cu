@@ -115,11 +115,15 @@ struct Arrivals {
     __syncwarp();
 #endif
   }
-  // with_tokens: they are fetched to the same place, sooner or later.
+  // with_tokens: they are fetched to the same place, sooner or later. is_again: the place has been
+  // read, and that of the tokens.
   __device__ __forceinline__ void fetch_weights(int place, const std::uint8_t* from,
-                                                bool with_tokens) const {
+                                                bool with_tokens, bool is_again) const {
 #if VP_ARCH >= 900
-    if (lane == 0) expect(bells + place, M::CHUNK + (with_tokens ? tokens_bytes : 0));
+    if (lane == 0) {
+      if (is_again) order_copies();
+      expect(bells + place, M::CHUNK + (with_tokens ? tokens_bytes : 0));
+    }
 #endif
     copy(ring + place * M::CHUNK, from, M::CHUNK, place);
   }
@@ -168,13 +172,14 @@ struct Steps {
   __device__ __forceinline__ Walk unit(int tile) const {
     return units.after(all.is_glu() ? tile >> 1 : tile);
   }
-  __device__ __forceinline__ void fetch_weights(const Arrivals<F>& arrivals, int place) const {
+  __device__ __forceinline__ void fetch_weights(const Arrivals<F>& arrivals, int place,
+                                                bool is_again) const {
     const Walk at = unit(round + j);
     const std::uint8_t* weights =
         all.is_glu() && j & 1 ? all.matrices[1].weights : at.matrix.weights;
     const std::uint8_t* from =
         weights + static_cast<long long>(at.row()) * row_bytes + chunk * M::CHUNK;
-    arrivals.fetch_weights(place, from, j == 0);
+    arrivals.fetch_weights(place, from, j == 0, is_again);
   }
   __device__ __forceinline__ void fetch_tokens(const Arrivals<F>& arrivals, int place) const {
     if (j > 0) return;
@@ -201,7 +206,7 @@ __device__ __forceinline__ void begin_steps(Steps<F>& steps, const Arrivals<F>& 
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i)
     if (steps.is_in()) {
-      steps.fetch_weights(arrivals, i);
+      steps.fetch_weights(arrivals, i, false);
       steps.next();
     }
   grid_wait();
@@ -269,7 +274,7 @@ __device__ __forceinline__ void multiply_wide(const Product& all, const std::uin
         multiply_any<F>(arrivals.ring, place * M::CHUNK, nullptr, nullptr, M(), staged, tile, part);
         __syncwarp();  // what was read may be overwritten
         if (steps.is_in()) {
-          steps.fetch_weights(arrivals, place);
+          steps.fetch_weights(arrivals, place, true);
           steps.fetch_tokens(arrivals, place);
           steps.next();
         }

@@ -22,6 +22,9 @@ __device__ __forceinline__ unsigned half_fma(unsigned a, unsigned b, unsigned c)
 constexpr unsigned SHIFT_OF_PAIRS = 0xe480e480;  // -1152 twice: 1024 + 128
 
 // Words of shared memory that begin at a multiple of two bytes, the same one for a whole chunk.
+// Each is made of two that begin at multiples of four, of which the second one may be for nothing.
+// Behind a tile something may be on its way, but nothing is read there: of the rows of Q6_K, the
+// last one begins between such multiples.
 struct Words {
   const std::uint8_t* memory;  // at a multiple of four
   unsigned shift;
@@ -38,8 +41,15 @@ struct Words {
   // offset: a multiple of four, so that nothing but what is known of it is added.
   __device__ __forceinline__ unsigned at(int offset) const {
     const unsigned* words = reinterpret_cast<const unsigned*>(memory + offset);
-    return __funnelshift_r(words[0], words[1], shift);
+    return __funnelshift_rc(words[0], words[1], shift);
   }
+};
+// The same, but the first of the two may be for nothing. In a tile of Q8_0, the first word begins
+// between multiples of four, and the last one ends where the tile does.
+struct EndWords : Words {
+  __device__ __forceinline__ EndWords() {}
+  __device__ __forceinline__ EndWords(const std::uint8_t* memory, int at)
+      : Words(memory, at - 2) { shift += 16; }
 };
 
 // The first 16 bytes of a block of Q4_K: d and the least, then six bits of each of 16 numbers.

@@ -49,6 +49,9 @@ inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) {
   return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> (n & 31));
 }
+inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned n) {
+  return n < 32 ? __funnelshift_r(low, high, n) : high;
+}
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned n) {
   return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) << (n & 31) >> 32);
 }
