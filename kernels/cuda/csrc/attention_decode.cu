@@ -309,7 +309,6 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   const int number = pieces == 1 ? one : one / pieces, index = first + number;
   const int kv_head = parts == 1 ? blockIdx.y : blockIdx.y / parts;
   const bool is_planned = plan != nullptr;
-  grid_launch();
   const bool is_even = members > 0;
   const int own_begin = is_even ? kv_head * members : heads[kv_head];  // asked for with the rest
   const int own_end = is_even ? own_begin + members : heads[kv_head + 1];
@@ -355,6 +354,7 @@ attention_decode(const float* q, const unsigned char* key_base, const unsigned c
   queries.stage(sh, warp, scale, lane);
   stage_more(sh, q, key_dim, scale, warp, lane);
   __syncthreads();
+  grid_launch();  // not before queries are here, which a product's weights would hold up
 
   Sums sums;
   go_through(sums, sh, state, cap, warp, lane);

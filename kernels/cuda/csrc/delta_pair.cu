@@ -168,7 +168,6 @@ delta_pair(const float* m, const float* z, const float* b_and_a, const void* tap
 #if VP_ARCH >= 900
   extern __shared__ __align__(128) std::uint8_t shared[];
   Shared& sh = *reinterpret_cast<Shared*>(own_memory(shared));
-  grid_launch();
   const int head = blockIdx.x / SPLIT, rank = blockIdx.x % SPLIT, key_head = key_head_of[head];
   const int first = blockIdx.y == 0 ? 0 : find_row(slots, tokens, blockIdx.y);
   if (first < 0) {
@@ -213,6 +212,7 @@ delta_pair(const float* m, const float* z, const float* b_and_a, const void* tap
     for (int n = 0; n < ENDED; ++n) gates[n] = from[32 * n];
   };
   if (warp < length) read_gates(warp);
+  grid_launch();  // a product's weights come behind what is asked for here
   const bool asks = threadIdx.x == THREADS - 1;
   const int found = position == 0 ? FRESH : min(noted_before, kept_before);
   if (found == FRESH)
