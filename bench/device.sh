@@ -173,7 +173,7 @@ checks_deltas=(
 checks_groups=(  # kernels that wait for each other, which a tool may keep apart
   "test_group.py::test_sums[native-one island]"
   "test_group.py::test_sums_with_their_norms[native-one island]"
-  "test_group.py::test_products_that_send_their_parts[native-one island-6]")
+  "test_group.py::test_products_that_make_the_sum_of_their_parts[native-one island-6]")
 checks_others=(
   "test_elementwise.py::test_rms_norm_of_heads[native]"
   "test_elementwise.py::test_embed_is_exact[native-Q4_0-33]"

@@ -3,9 +3,9 @@
     python bench/group.py [--ranks 2] [--islands] [--replays 10000] [--only times,replays,...]
 
 times: a call of all_reduce inside a recorded step, and of others. sweep: each way of a sum. norms:
-a sum and the norm after it, of few rows and of prompts. pushes: a product before both. bits: every
-collective against numpy. replays: recorded steps with random pauses on each rank. loss: a rank that
-is killed, stopped, or a group that is ended.
+a sum and the norm after it, of few rows and of prompts. tails: a product before both, in whose tail
+the sum may be. bits: every collective against numpy. replays: recorded steps with random pauses on
+each rank. loss: a rank that is killed, stopped, or a group that is ended.
 --islands makes each GPU an island of its own.
 """
 
@@ -28,8 +28,8 @@ from uuid import uuid4
 import numpy as np
 from voltapile.kernels.cuda import group as collectives
 from voltapile.kernels.cuda.ops import CudaOps
-from voltapile.kernels.cuda.pushing import product_of
 from voltapile.kernels.cuda.rows import rms_norm
+from voltapile.kernels.cuda.tails import product_of
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
 from voltapile.workers.group import BoardGroup, meet
@@ -124,7 +124,7 @@ def norms(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str
     """A sum added to the residual and the norm after it, as a model has them: one kernel or two."""
     links, lines = ops._links, []
     assert links is not None
-    usual = links.norms, links.pushes
+    usual = links.norms, links.tails
     for rows, width in ((1, 2048), (1, 4096), (1, 5120), (8, 4096), (512, 4096), (2048, 4096)):
         shape, calls = (rows, width), CALLS if rows < 64 else 20
         part, x = put(ops, parts_of(0, 1, *shape)[0] * 0), put(ops, parts_of(1, 1, *shape)[0])
@@ -138,32 +138,40 @@ def norms(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str
             ops._catch_up()
             rms_norm(ops, x, w, 1e-6)  # not late: a launch of its own
 
-        links.norms, links.pushes = True, False
+        links.norms, links.tails = True, False
         one, two = microseconds(ops, both, calls), microseconds(ops, apart, calls)
         lines.append(f"all_reduce and norm {shape} {one:8.2f} us, as two kernels {two:.2f} us")
-    links.norms, links.pushes = usual
+    links.norms, links.tails = usual
     return lines
 
 
-def pushes(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str]:
-    """A product, the sum it is a part of, with a norm and without: sent by either of them."""
+def tails(ops: CudaOps, group: BoardGroup, args: argparse.Namespace) -> list[str]:
+    """A product, the sum that it is a part of, and a norm; as many products alone, too."""
     links, lines = ops._links, []
-    ends = collectives.line_of(links), ()
+    assert links is not None
     for rows, n, k in ((1, 4096, 2048), (1, 4096, 6144), (8, 4096, 2048), (1, 2048, 2048)):
         weight, inner = ops.dummy_weight("Q8_0", (n, k)), put(ops, np.zeros((rows, k), np.float32))
         x, out = (put(ops, np.zeros((rows, n), np.float32)) for _ in range(2))
-        arrays = x, ops.dummy_weight("F32", (n,)), 1e-6, out
+        norm = ops.dummy_weight("F32", (n,))
 
-        def call(line: Any, norms: bool, p: Any = (inner, weight, None), a: Any = arrays) -> None:
-            made = product_of(ops, *p)
-            made.launch(line)
-            way = collectives.all_reduce_norm if norms else collectives.all_reduce_fours
-            way(ops, links, made.sums, *(a if norms else (a[0], False)), bool(line))
+        def call(way: str, p: Any = (inner, weight, None), a: Any = (x, norm, out)) -> None:
+            made, (x, norm, out) = product_of(ops, *p), a
+            if way == "tail":
+                made.launch(x, True, collectives.line_of(links))
+            else:
+                made.launch(made.sums, False, ())
+            if way == "one":
+                collectives.all_reduce_norm(ops, links, made.sums, x, norm, 1e-6, out)
+                return
+            if way == "two":
+                collectives.all_reduce(ops, links, made.sums, x, True)
+            if way != "alone":
+                rms_norm(ops, x, norm, 1e-6)
 
-        kinds = [(line, norms) for norms in (True, False) for line in ends]
-        us = [microseconds(ops, lambda e=e: call(*e)) for e in kinds]
-        each = "sum, norm {:.2f} us, kept {:.2f} us; sum {:.2f}, kept {:.2f}".format(*us)
-        lines.append(f"product {rows} x {k} x {n}, {each}")
+        ways = "alone", "tail", "two", "one"
+        us = [microseconds(ops, lambda way=way: call(way)) for way in ways]
+        each = ", ".join(f"{way} {found:.2f}" for way, found in zip(ways, us, strict=True))
+        lines.append(f"product {rows} x {k} x {n}, us: {each}")
     return lines
 
 
@@ -287,7 +295,7 @@ WORKS: dict[str, Work] = {
     "times": times,
     "sweep": sweep,
     "norms": norms,
-    "pushes": pushes,
+    "tails": tails,
     "replays": replays,
     "loss": endless,
 }
@@ -373,7 +381,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--islands", action="store_true")
     parser.add_argument("--replays", type=int, default=10_000)
-    parser.add_argument("--only", default="bits,times,norms,pushes,replays,loss")
+    parser.add_argument("--only", default="bits,times,norms,tails,replays,loss")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds for one measurement")
     args = parser.parse_args()
     works = args.only.split(",")

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from voltapile.kernels.cuda import gemm, group, rows, stream
-from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher, Line
+from voltapile.kernels.cuda import gemm, group, rows
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.links import Links
 from voltapile.kernels.cuda.matmul import PLAIN
 from voltapile.kernels.cuda.norms import LateNorms, late_norm
-from voltapile.kernels.cuda.pushing import Unlaunched, can_send, product_of
+from voltapile.kernels.cuda.tails import End, Unlaunched, can_end, product_of
 from voltapile.kernels.ops import Arrival, Weight
 
 
@@ -49,15 +49,13 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Late:
-    """A sum into `out` that has not been launched. exact: so many first rows. product: its part's,
-    not launched either."""
+    """A sum into `out` that has not been launched. exact: so many first rows."""
 
     part: DeviceArray | None
     out: DeviceArray
     exact: int
     scales: DeviceArray | None = None
     bias: CudaWeight | None = None
-    product: Unlaunched | None = None
 
     @property
     def is_loose(self) -> bool:
@@ -108,8 +106,8 @@ class CudaCollectives(ABC):
         ops, links = self._launcher(), self._links
         if links is None and part is not None and add_to is None:
             return part
-        if links is not None and self._goes_by_tails(shape):
-            return self._sum_in_tail(links, part, shape, add_to)
+        if links is not None and (found := self._sum_in_tail(links, part, add_to)) is not None:
+            return found
         out = ops.scratch(shape) if add_to is None else add_to
         late = self._joined(part, out)
         if late is None:
@@ -124,30 +122,22 @@ class CudaCollectives(ABC):
             _sum(ops, links, late, add_to is not None)
         return out
 
-    def _goes_by_tails(self, shape: tuple[int, int]) -> bool:
-        """Whether products make a sum of that shape in their tail; the same on all ranks."""
-        links = self._links
-        is_exact = self._exact_rows(shape[0]) == shape[0] > 0
-        return links is not None and is_exact and group.can_tail(links, shape)
-
     def _sum_in_tail(
-        self,
-        links: Links,
-        part: DeviceArray | None,
-        shape: tuple[int, int],
-        add_to: DeviceArray | None,
-    ) -> DeviceArray:
-        ops, product, adds = self._launcher(), self._unfinished, add_to is not None
-        if isinstance(product, Unlaunched) and part is not None and product.sums.ptr == part.ptr:
-            # What it reads may be free by now, and a new array could lie there; its own cannot.
-            out = product.sums if add_to is None else add_to
-            self._unfinished = None
-            product.tail(out, adds, group.line_of(links))
-            return out
-        self._catch_up()
-        out = ops.scratch(shape) if add_to is None else add_to
-        group.all_reduce_tail(ops, links, part, out, adds)
+        self, links: Links, part: DeviceArray | None, add_to: DeviceArray | None
+    ) -> DeviceArray | None:
+        """The sum, if the product that makes this part can make it."""
+        product = self._unfinished
+        if not isinstance(product, Unlaunched) or part is None or product.sums.ptr != part.ptr:
+            return None
+        self._unfinished = None
+        # What it reads may be free by now, and a new array could lie there; its own cannot.
+        out = product.sums if add_to is None else add_to
+        product.launch(out, add_to is not None, group.line_of(links))
         return out
+
+    def _goes_by_tails(self, shape: tuple[int, int]) -> bool:
+        """Whether products make a sum of that shape in their tail, should they be able to."""
+        return self._links is not None and _by_tails(self._links, shape, self._exact_rows(shape[0]))
 
     def _exact_rows(self, rows: int) -> int:
         """So many first rows of this step have sums that nothing beside them changes."""
@@ -161,7 +151,7 @@ class CudaCollectives(ABC):
         if links is None:
             return None
         if (exact := self._exact_rows(len(x))) == len(x):
-            return self._push_late(x, weight, bias)
+            return self._tail_late(x, weight, bias)
         if exact or not group.can_sum_rows(links, shape):
             return None
         if not gemm.fits([weight], x.shape[1], is_fused):
@@ -175,47 +165,28 @@ class CudaCollectives(ABC):
         self._unfinished = Unfinished(sums, halves.scales, bias)
         return sums
 
-    def _push_late(
+    def _tail_late(
         self, x: DeviceArray, weight: CudaWeight, bias: CudaWeight | None
     ) -> DeviceArray | None:
         """As `_product_late`, of rows that are generated."""
         ops = self._launcher()
-        if not (self._can_push((len(x), weight.shape[0])) and can_send(ops, x, weight)):
+        if not (self._goes_by_tails((len(x), weight.shape[0])) and can_end(ops, x, weight)):
             return None
         self._catch_up()
         product = product_of(ops, x, weight, bias)
-        self._unfinished = product
-        return product.sums
+        return self._ends_late(product.sums, product.launch)
 
-    def _can_push(self, shape: tuple[int, int]) -> bool:
-        """Whether what makes these rows may send them, if their sum and its norm come next."""
-        links = self._links
-        if self._goes_by_tails(shape):
-            return True
-        if links is None or self._exact_rows(shape[0]) != shape[0]:
-            return False
-        return links.norms and links.pushes and group.can_norm(links, shape)
-
-    def _ends_late(
-        self, sums: DeviceArray, launch: Callable[[DeviceArray, bool, Line, bool], None]
-    ) -> DeviceArray:
+    def _ends_late(self, sums: DeviceArray, launch: End) -> DeviceArray:
         """sums, which `launch` makes. It will be the next launch."""
-        self._unfinished = Unlaunched(
-            sums,
-            lambda line: launch(sums, False, line, False),
-            lambda out, adds, line: launch(out, adds, line, True),
-        )
+        self._unfinished = Unlaunched(sums, launch)
         return sums
 
     def _joined(self, part: DeviceArray | None, out: DeviceArray) -> Late | None:
         """The sum that finishes the product before it, if that is its part."""
         product = self._unfinished
-        if product is None or part is None or product.sums.ptr != part.ptr:
+        if not isinstance(product, Unfinished) or part is None or product.sums.ptr != part.ptr:
             return None
-        if isinstance(product, Unlaunched):
-            late = Late(part, out, len(out), product=product)
-        else:
-            late = Late(part, out, 0, product.scales, product.bias)
+        late = Late(part, out, 0, product.scales, product.bias)
         if not late.leaves(out):
             return None
         self._unfinished = None
@@ -225,7 +196,7 @@ class CudaCollectives(ABC):
         """Launch what is late."""
         product, self._unfinished = self._unfinished, None
         if isinstance(product, Unlaunched):
-            product.launch(())
+            product.launch(product.sums, False, ())
         elif product is not None:
             sums = product.sums
             gemm.finish(self._launcher(), sums, product.scales, sums, product.bias, PLAIN)
@@ -244,15 +215,12 @@ class CudaCollectives(ABC):
         if (late.out.ptr, late.out.shape) != (x.ptr, x.shape) or not late.leaves(place):
             return None
         self._late = None
-        out, _ = self._norms.place(ops, x, weight, eps)
+        out = self._norms.place(ops, x, weight, eps)
         if late.is_loose:
             norm = weight, eps, out
             group.all_reduce_rows(ops, links, late.part, x, True, late.scales, late.bias, norm)
         else:
-            if late.product is not None:
-                late.product.launch(group.line_of(links))
-            is_pushed = late.product is not None
-            group.all_reduce_norm(ops, links, late.part, x, weight, eps, out, is_pushed)
+            group.all_reduce_norm(ops, links, late.part, x, weight, eps, out)
         return out
 
     def all_gather(self, part: DeviceArray | None, rows: int, widths: Sequence[int]) -> DeviceArray:
@@ -299,22 +267,16 @@ def _waits_for_norm(links: Links, late: Late) -> bool:
     return late.exact == len(late.out) and links.norms and group.can_norm(links, late.out.shape)
 
 
-def _goes_by_rows(links: Links, late: Late) -> bool:
-    """Whether ranks may push their parts of this sum, though no norm comes; the same on all."""
-    can = links.norms and links.pushes and group.can_norm(links, late.out.shape)
-    return can and late.exact == len(late.out) <= stream.TOKENS
+def _by_tails(links: Links, shape: tuple[int, ...], exact: int) -> bool:
+    """Whether ranks may sum in their products' tail; the same on all."""
+    return links.tails and exact == shape[0] > 0 and group.can_tail(links, shape)
 
 
 def _sum(ops: Launcher, links: Links, late: Late, accumulate: bool) -> None:
     """Exact rows, then the others."""
-    if _goes_by_rows(links, late):  # whether this rank's part is pushed or not
-        if late.product is not None:
-            late.product.launch(group.line_of(links))
-        is_pushed = late.product is not None
-        group.all_reduce_fours(ops, links, late.part, late.out, accumulate, is_pushed)
+    if _by_tails(links, late.out.shape, late.exact):
+        group.all_reduce_tail(ops, links, late.part, late.out, accumulate)
         return
-    if late.product is not None:
-        late.product.launch(())
     if late.scales is not None:
         group.all_reduce_rows(ops, links, late.part, late.out, accumulate, late.scales, late.bias)
         return

@@ -88,14 +88,9 @@ UP = _instances("expert_up_stream", UP_PAIRS, WARPS=UP_WARPS)
 ONE = _instances("expert_up_stream", UP_PAIRS, WARPS=ONE_WARPS, ONE=1)
 DOWN = _instances("expert_down_stream", DOWN_PAIRS, WARPS=DOWN_WARPS[0])
 PARTS = _instances("expert_parts", PARTS_PAIRS, WARPS=PARTS_WARPS, STRIP=STRIP)
-# Of a rank's part of a sum, which goes to the other ranks at once.
-PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in DOWN.values()}
-TAILING = {
-    each: replace(each, defines=(*each.defines, ("PUSH", "0"), ("TAIL", "1")))
-    for each in DOWN.values()
-}
-INSTANCES = [*UP.values(), *ONE.values(), *DOWN.values(), *PARTS.values(), *PUSHING.values()]
-INSTANCES += TAILING.values()
+# Of a rank's part of a sum, which is made there, too.
+TAILS = {each: replace(each, defines=(*each.defines, ("TAIL", "1"))) for each in DOWN.values()}
+INSTANCES = [*UP.values(), *ONE.values(), *DOWN.values(), *PARTS.values(), *TAILS.values()]
 
 
 @dataclass(frozen=True)
@@ -296,15 +291,15 @@ def begun(
     routing: tuple[DeviceArray, DeviceArray],
     table: ExpertTable,
     shared: Shared | None,
-) -> Callable[[DeviceArray, bool, Line, bool], None] | None:
-    """What ends it, with what a kernel is told of the group that it sends its part to, and has to
-    be the next launch. None if down is not expert_down_stream's; then nothing has begun."""
+) -> Callable[[DeviceArray, bool, Line], None] | None:
+    """What ends it (tails.py), and has to be the next launch. None if down is not
+    expert_down_stream's; then nothing has begun."""
     if not 0 < len(x) <= FEW or not fits(ops, table, shared, routing[0].shape[1]):
         return None
     layer = Layer(table, shared)
     with ops.scope():  # what comes after the end waits for it, and may have the memory
         inner = _up(ops, x, routing[0], layer)
-    return lambda out, adds, line, tails: _down(ops, inner, routing, layer, out, adds, line, tails)
+    return lambda out, adds, line: _down(ops, inner, routing, layer, out, adds, line)
 
 
 def _up(ops: Launcher, x: DeviceArray, chosen: DeviceArray, layer: Layer) -> Inner:
@@ -344,7 +339,6 @@ def _down(
     out: DeviceArray,
     adds: bool,
     line: Line = (),
-    tails: bool = False,
 ) -> None:
     """Right behind expert_up_stream: the choice is there before that ends."""
     (chosen, shares), (_, rows, columns) = routing, layer.table.down.shape
@@ -352,7 +346,7 @@ def _down(
     tiled, shared_tiled = layer.down_tiled
     numbers = used, columns, rows, int(adds), tiled + 2 * shared_tiled
     kind = DOWN[layer.down_pair, layer.is_alone]
-    ops.kernel(TAILING[kind] if tails else PUSHING[kind] if line else kind)(
+    ops.kernel(TAILS[kind] if line else kind)(
         (rows // 16, tokens),
         32 * layer.down_warps(used, rows // 16 * tokens > ops.multiprocessors),
         (

@@ -86,7 +86,7 @@ class CudaFamilyOps(CudaFamilies, CudaOps):
         shared: SharedExpert | None = None,
     ) -> DeviceArray:
         is_few = 0 < len(x) <= expert_stream.FEW
-        if add_to is None and is_few and self._can_push((len(x), x.shape[1])):
+        if add_to is None and is_few and self._goes_by_tails((len(x), x.shape[1])):
             out = self.scratch(x.shape)
             end = expert_stream.begun(self, x, routing, table, shared_of(shared))
             if end is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from voltapile.kernels.cuda import stream
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
 from voltapile.kernels.cuda.links import (
     LONGEST_ROW,
@@ -17,10 +18,10 @@ from voltapile.kernels.cuda.links import (
     PACK_FLOATS,
     PIECE,
     PIECE_BLOCKS,
-    ROW_BLOCKS,
     SLOTS,
     TAIL_COLUMNS,
-    TAIL_TOKENS,
+    TAIL_RANKS,
+    TAIL_ROWS,
     TWIN,
     Links,
 )
@@ -128,8 +129,8 @@ def all_reduce_rows(
 def can_norm(links: Links, shape: tuple[int, ...]) -> bool:
     """Whether a sum of that shape can take the norm of its rows along."""
     rows, n = shape
-    fits = n % 4 == 0 and LONGEST_HEAD < n <= LONGEST_ROW and rows <= ROW_BLOCKS
-    return fits and links.islands == 1 and (links.ranks - 1) * rows * n * 4 <= PUSH_BYTES
+    fits = n % 4 == 0 and LONGEST_HEAD < n <= LONGEST_ROW and _goes_by_words(links, rows)
+    return fits and (links.ranks - 1) * rows * n * 4 <= PUSH_BYTES
 
 
 def all_reduce_norm(
@@ -140,47 +141,24 @@ def all_reduce_norm(
     weight: CudaWeight,
     eps: float,
     out: DeviceArray,
-    is_pushed: bool = False,
 ) -> None:
-    """x += the sum over ranks of part; out = rms_norm of x. is_pushed: all ranks have the part."""
+    """x += the sum over ranks of part; out = rms_norm of x."""
     assert (weight.shape, out.shape) == (x.shape[1:], x.shape), (weight.shape, out, x)
-    ends = weight.ptr, out.ptr, np.float32(eps)
-    _by_rows(ops, links, part, x, ends, is_pushed, True)
-
-
-def all_reduce_fours(
-    ops: Launcher,
-    links: Links,
-    part: DeviceArray | None,
-    out: DeviceArray,
-    accumulate: bool,
-    is_pushed: bool,
-) -> None:
-    """all_reduce as all_reduce_norm does it, of what `can_norm`, without a norm."""
-    _by_rows(ops, links, part, out, (0, 0, np.float32(0)), is_pushed, accumulate)
-
-
-def _by_rows(
-    ops: Launcher,
-    links: Links,
-    part: DeviceArray | None,
-    x: DeviceArray,
-    norm: tuple[int, int, np.float32],
-    is_pushed: bool,
-    accumulate: bool,
-) -> None:
-    """norm: addresses of its weight and of where it goes, and eps."""
-    (rows, n), (weight, out, eps), (record, *place) = x.shape, norm, line_of(links)
-    arrays = record, 0 if part is None else part.ptr, x.ptr, weight, out
-    numbers = np.int32(n), eps, *place, np.int32(is_pushed), np.int32(accumulate)
-    ops.kernel(SUM_NORM)((rows,), 32 * (1 - -n // RUN), (*arrays, *numbers), 8 * n)
+    (rows, n), (record, *place) = x.shape, line_of(links)
+    arrays = record, 0 if part is None else part.ptr, x.ptr, weight.ptr, out.ptr
+    numbers = np.int32(n), np.float32(eps), *place
+    ops.kernel(SUM_NORM)((rows,), -(-n // RUN) * 32, (*arrays, *numbers), 8 * n)
 
 
 def can_tail(links: Links, shape: tuple[int, ...]) -> bool:
-    """Whether a sum of that shape is made in tails; of rows that are exact."""
+    """Whether products can make a sum of that shape in their tail."""
     rows, n = shape
-    fits = rows <= TAIL_TOKENS and n <= TAIL_COLUMNS and n % 16 == 0
-    return links.tails and fits and links.islands == 1
+    fits = rows <= stream.TOKENS and n <= TAIL_COLUMNS and n % stream.ROWS == 0
+    return fits and _goes_by_words(links, rows)
+
+
+def _goes_by_words(links: Links, rows: int) -> bool:
+    return rows <= TAIL_ROWS and links.islands == 1 and links.ranks <= TAIL_RANKS
 
 
 def all_reduce_tail(
@@ -195,7 +173,7 @@ def all_reduce_tail(
 
 
 def line_of(links: Links) -> tuple[int, np.int32, np.int32]:
-    """What a kernel is told that sends to all ranks."""
+    """What a kernel is told that sums over all ranks."""
     return links.record, np.int32(links.rank), np.int32(links.ranks)
 
 

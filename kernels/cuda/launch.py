@@ -108,7 +108,7 @@ class CudaWeight:
         return len(self.shape) == 1
 
 
-# What a kernel is told of the group that it sends what it makes to; () if it sends nothing.
+# What a kernel is told of the group over which it sums what it makes; () if it does not.
 Line = tuple[int | np.int32, ...]
 
 

@@ -17,11 +17,11 @@ MOST_RANKS = 16
 PACK_BLOCKS, PIECE_BLOCKS = 128, 256  # of a grid, at most
 SLOTS, PIECE, TWIN, MESSAGE = 512, 4096, 2048, 2048  # packs, floats of a block
 PACK_FLOATS = 3
-ROW_BLOCKS, LONGEST_ROW = 32, 5120  # rows of one sum that norms them, floats of each
+LONGEST_ROW = 5120  # floats of one that a sum norms
 _PACKS, _PIECES = 2 * PACK_BLOCKS * SLOTS * 24, 2 * PIECE_BLOCKS * (PIECE + MESSAGE) * 4
-TAIL_TOKENS, TAIL_COLUMNS = 8, 8192  # of a sum in tails, at most
-TAILS_AT = _PACKS + _PIECES + 2 * ROW_BLOCKS * LONGEST_ROW * 4
-FLAGS_AT = TAILS_AT + 2 * TAIL_TOKENS * TAIL_COLUMNS * 4
+TAIL_RANKS, TAIL_ROWS, TAIL_COLUMNS = 8, 32, 8192  # of a sum by words, most
+TAILS_AT = _PACKS + _PIECES
+FLAGS_AT = TAILS_AT + 2 * TAIL_ROWS * TAIL_COLUMNS * 4
 ROOM = FLAGS_AT + (64 << 10)  # bytes of a rank at each other one
 
 FINE, LATE, ENDED = range(3)  # what a report begins with
@@ -49,8 +49,6 @@ RECORD = np.dtype(
         ("pieces", *_COUNTS),
         ("sent", *_COUNTS),
         ("taken", *_COUNTS),
-        ("rows", "<u4", ROW_BLOCKS),
-        ("ended", "<u4", ROW_BLOCKS),
         ("tails", "<u4"),
         ("unused", "<u4"),
     ]
@@ -59,8 +57,7 @@ RECORD = np.dtype(
 
 @dataclass(frozen=True)
 class Way:
-    """Between this rank and another: where each one's room at the other lies, for this GPU. To
-    itself a rank has a room for rows."""
+    """Between this rank and another: where each one's room at the other lies, for this GPU."""
 
     out: int
     into: int
@@ -105,7 +102,7 @@ def record_of(
 ) -> np.ndarray:
     """uint8 bytes of what kernels read of a group. ways: by rank."""
     assert len(ways) <= MOST_RANKS, len(ways)
-    assert RECORD.itemsize <= _PACKS, "it lies before a rank's own rows"
+    assert RECORD.itemsize <= _PACKS, "it lies where a rank's own packs would"
     record = np.zeros(1, RECORD)
     one = record[0]
     one["limit_ticks"] = limit_ticks
@@ -128,9 +125,8 @@ def record_of(
 class Links:
     """A group as launchers see it. record: the address of its record in device memory. report:
     words in host memory. blocks: that all ranks' GPUs can run at once. owners: what keeps all that
-    alive. norms: whether sums take the norm behind them along; pushes: whether products send their
-    parts of such sums; tails: whether sums of few rows are made in the tail of the products that
-    make their parts; the same on all ranks."""
+    alive. norms: whether sums take the norm behind them along; tails: whether sums of few rows are
+    made in the tail of the products that make their parts; the same on all ranks."""
 
     def __init__(
         self,
@@ -145,7 +141,7 @@ class Links:
     ) -> None:
         self.record, self.rank, self.ranks = record, rank, ranks
         self.islands, self.mates = len(islands.ranks), len(islands.ranks[0]) if ranks > 2 else 1
-        self.blocks, self.norms, self.pushes, self.tails = blocks, False, False, False
+        self.blocks, self.norms, self.tails = blocks, False, False
         self._report, self._seconds, self._owners = report, seconds, owners
 
     def check(self) -> None:
@@ -156,7 +152,5 @@ class Links:
         other = int(self._report[1])
         if code == ENDED:
             raise GroupError(f"the group was ended while rank {self.rank} waited for rank {other}")
-        if other == self.rank:
-            raise GroupError(f"rank {self.rank} has waited too long for what it sends to itself")
         text = f"rank {self.rank} has waited {self._seconds:.1f} s for rank {other}"
         raise GroupError(f"{text}, which has not come")

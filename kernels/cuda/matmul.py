@@ -90,8 +90,8 @@ class Product:
 @dataclass(frozen=True)
 class Launch:
     """others: which of the products are of the pair's second format, a bit each. matrices: what
-    kernels are told of them. line: and of other ranks, if they get what is made (pushing.py).
-    is_only: no other launch reads the same rows, as far as is known."""
+    kernels are told of them. line: and of other ranks, if what is made is the sum over them
+    (tails.py). is_only: no other launch reads the same rows, as far as is known."""
 
     task: stream.Task
     epilogue: int
@@ -99,7 +99,6 @@ class Launch:
     matrices: tuple[int | np.int32, ...]
     line: Line = ()
     is_only: bool = True
-    tails: bool = False
 
     @classmethod
     def of(
@@ -310,7 +309,7 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
     read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
-    ops.kernel(deal.instance(task.pair, bool(launch.line), launch.tails))(
+    ops.kernel(deal.instance(task.pair, bool(launch.line)))(
         (deal.blocks,),
         deal.threads,
         (*matrices, read, *map(np.int32, numbers), gain, *shares, *launch.line),

@@ -89,15 +89,13 @@ class LateNorms:
             made.make()
         return made
 
-    def place(
-        self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float
-    ) -> tuple[DeviceArray, int]:
-        """A norm that a sum over ranks computes on the way, and where it goes."""
+    def place(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> DeviceArray:
+        """Where a sum over ranks is about to put the norm of what it gives."""
         if not _can_wait(ops, x, weight):
-            out = ops.scratch(x.shape)
-            return out, out.ptr
+            return ops.scratch(x.shape)
         made = self._asked_for(ops, x, weight, eps)
-        return made, made.take()
+        made.take()
+        return made
 
     def _asked_for(self, ops: Launcher, x: DeviceArray, weight: CudaWeight, eps: float) -> Normed:
         made = Normed(ops, x, weight, eps)

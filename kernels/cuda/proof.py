@@ -19,22 +19,18 @@ from voltapile.kernels.cuda.group import (
     all_reduce,
     all_reduce_norm,
     can_norm,
-    line_of,
 )
-from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher, Line
+from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Launcher
 from voltapile.kernels.cuda.links import ROOM, Links
-from voltapile.kernels.cuda.pushing import can_send, product_of
 from voltapile.kernels.cuda.rows import rms_norm
 from voltapile.kernels.group import Group
 from voltapile.shm import numa
-from voltapile.shm.formats import row_bytes
 from voltapile.shm.segment import Segment, SegmentError
 
 REPEATS = 4  # of a pattern, for its speed
 PACK = 16
 BLOCK = 256
 NORM_WIDTH, NORM_CALLS, EPS = 4096, 50, 1e-6
-PRODUCT = 2048, 256  # small, since scratch may be
 NODE_BYTES = 32 << 20
 NODE_FOLDER = Path("/sys/devices/system/node")
 
@@ -131,69 +127,8 @@ def norm_pays(ops: Prover, links: Links, group: Group) -> bool:
         return _is_faster(ops, links, group, together, apart)
 
 
-def push_pays(ops: Prover, links: Links, group: Group) -> bool:
-    """Whether a product that sends its part of such a sum is faster than a sum that does, on all
-    ranks; the same bits again. False where a rank cannot, or has no room to try."""
-    (rows, columns), row = PRODUCT, row_bytes("Q8_0", PRODUCT[1])
-    with ops.scope():
-        try:
-            x, matrix = _zeros(ops, (1, columns)), _zeros(ops, (rows, row), np.uint8)
-            total, out, ones = (_zeros(ops, (1, rows)) for _ in range(3))
-            weight = CudaWeight(PRODUCT, matrix.nbytes, "Q8_0", matrix.ptr, row, is_tiled=True)
-            can = can_norm(links, out.shape) and can_send(ops, x, weight)
-        except MemoryError:
-            can = False
-        if not all(answer[0] for answer in group.exchange(bytes([can]))):
-            return False
-        norm = CudaWeight((rows,), ones.nbytes, "F32", ones.ptr, ones.nbytes)
-
-        def call(line: Line) -> None:
-            with ops.scope():
-                product = product_of(ops, x, weight, None)
-                product.launch(line)
-                all_reduce_norm(ops, links, product.sums, total, norm, EPS, out, bool(line))
-
-        return _is_faster(ops, links, group, lambda: call(line_of(links)), lambda: call(()))
-
-
-def tail_pays(ops: Prover, links: Links, group: Group) -> bool:
-    """Whether a product that makes the sum over ranks in its tail, and a norm, are faster than the
-    fastest of the others, on all ranks; the same bits again. False where a rank cannot, or has no
-    room to try."""
-    (rows, columns), row = PRODUCT, row_bytes("Q8_0", PRODUCT[1])
-    with ops.scope():
-        try:
-            x, matrix = _zeros(ops, (1, columns)), _zeros(ops, (rows, row), np.uint8)
-            total, out, ones = (_zeros(ops, (1, rows)) for _ in range(3))
-            weight = CudaWeight(PRODUCT, matrix.nbytes, "Q8_0", matrix.ptr, row, is_tiled=True)
-            can = links.islands == 1 and can_send(ops, x, weight)
-        except MemoryError:
-            can = False
-        if not all(answer[0] for answer in group.exchange(bytes([can]))):
-            return False
-        norm = CudaWeight((rows,), ones.nbytes, "F32", ones.ptr, ones.nbytes)
-
-        def in_tail() -> None:
-            with ops.scope():
-                product_of(ops, x, weight, None).tail(total, True, line_of(links))
-                rms_norm(ops, total, norm, EPS)
-
-        def behind() -> None:
-            with ops.scope():
-                product = product_of(ops, x, weight, None)
-                product.launch(line_of(links) if links.pushes else ())
-                if links.norms:
-                    pushed = links.pushes
-                    all_reduce_norm(ops, links, product.sums, total, norm, EPS, out, pushed)
-                else:
-                    all_reduce(ops, links, product.sums, total, True)
-                    rms_norm(ops, total, norm, EPS)
-
-        return _is_faster(ops, links, group, in_tail, behind)
-
-
-def _zeros(ops: Prover, shape: tuple[int, ...], dtype: Any = np.float32) -> DeviceArray:
-    array = ops.scratch(shape, dtype)
+def _zeros(ops: Prover, shape: tuple[int, ...]) -> DeviceArray:
+    array = ops.scratch(shape)
     ops.device.clear(array.ptr, array.nbytes)
     return array
 

@@ -52,22 +52,12 @@ BROAD = {(name, name): _instance((name, name), 1, 2 * WARPS) for name in FORMATS
 # Made for one token, what they are made of is a seventh shorter.
 ALONE = {each: _instance(*key, is_alone=True) for key, each in STREAM.items()}
 ALONE |= {each: _instance(pair, 1, 2 * WARPS, True) for pair, each in BROAD.items()}
-# Of a rank's part of a sum, which goes to the other ranks at once; a block has some bytes more.
+# Of a rank's part of a sum, which is made there, too; a block has some bytes more.
 _SAME = [STREAM[(name, name), TEAMS] for name in FORMATS] + [*BROAD.values()]
 _SAME += [ALONE[each] for each in _SAME]
-PUSHING = {each: replace(each, defines=(*each.defines, ("PUSH", "1"))) for each in _SAME}
-# Which make the sum over ranks, too.
-TAILING = {
-    each: replace(each, defines=(*each.defines, ("PUSH", "0"), ("TAIL", "1"))) for each in _SAME
-}
-PUSHING_BYTES = 1024
-INSTANCES = [
-    *STREAM.values(),
-    *BROAD.values(),
-    *ALONE.values(),
-    *PUSHING.values(),
-    *TAILING.values(),
-]
+TAILS = {each: replace(each, defines=(*each.defines, ("TAIL", "1"))) for each in _SAME}
+TAIL_BYTES = 256
+INSTANCES = [*STREAM.values(), *BROAD.values(), *ALONE.values(), *TAILS.values()]
 
 
 @dataclass(frozen=True)
@@ -124,14 +114,10 @@ class Deal:
     def threads(self) -> int:
         return 32 * self.teams * self.warps
 
-    def instance(
-        self, pair: tuple[str, str], pushes: bool = False, tails: bool = False
-    ) -> Instance:
+    def instance(self, pair: tuple[str, str], is_tail: bool = False) -> Instance:
         found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
         found = ALONE.get(found, found) if self.is_alone else found
-        if tails:
-            return TAILING[found]
-        return PUSHING[found] if pushes else found
+        return TAILS[found] if is_tail else found
 
 
 def ring_bytes(chunk: Chunk, depth: int) -> int:
@@ -178,11 +164,11 @@ def _room(task: Task, teams: int) -> tuple[int, int, int]:
     return max(ways)
 
 
-def can_push(task: Task) -> bool:
-    """Whether PUSHING has a product's instance, and its blocks room for what that takes."""
+def can_tail(task: Task) -> bool:
+    """Whether TAILS has a product's instance, and its blocks room for what that takes."""
     found = deal(task) if task.tokens else None
-    room = task.most_shared - PUSHING_BYTES
-    return found is not None and found.instance(task.pair) in PUSHING and found.shared <= room
+    room = task.most_shared - TAIL_BYTES
+    return found is not None and found.instance(task.pair) in TAILS and found.shared <= room
 
 
 def placed(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from voltapile.kernels.cuda import proof
+from voltapile.kernels.cuda import proof, stream
 from voltapile.kernels.cuda.device import Memory, Pinned
 from voltapile.kernels.cuda.links import ROOM, Islands, Links, Way, Words, islands_of, record_of
 from voltapile.kernels.group import Group, GroupError
@@ -37,7 +37,7 @@ class Wires:
 
     ops: proof.Prover
     group: Group
-    inbox: Memory  # a room for each rank; that of this one holds the record, and its own rows
+    inbox: Memory  # a room for each rank; that of this one holds the record
     to: list[int | None] = field(default_factory=list)
     into: list[int] = field(default_factory=list)  # where it reads what each wrote
     is_linked: list[bool] = field(default_factory=list)  # by more than PCIe
@@ -87,25 +87,28 @@ def open_links(ops: proof.Prover, group: Group) -> Links:
     for node, speed in proof.nodes(ops, group).items():
         log.info("rank %d reads host memory of node %d: %.1f GB/s", group.rank, node, speed)
     links = _record(wires, islands)
-    _measure(wires, links)
+    _choose(wires, links)
     return links
 
 
-def _measure(wires: Wires, links: Links) -> None:
-    """Which ways of a sum are the fastest. Those that are tried let the kernels behind them start
+def _choose(wires: Wires, links: Links) -> None:
+    """Which ways of a sum are the fastest. These let the kernels behind them start
     before they wait themselves (csrc/grid.cuh), so that a long chain is on the GPU at once: ranks
-    that share it must all find room there, and it has places for 128 kernels. So such ranks keep
-    to what holds few."""
+    that share it must all find room there, and it has places for 128 kernels; and a product that
+    waits for other ranks' has multiprocessors meanwhile. So such ranks keep to what holds few."""
     if wires.are_apart:
         links.norms = proof.norm_pays(wires.ops, links, wires.group)
-        links.pushes = links.norms and proof.push_pays(wires.ops, links, wires.group)
-        links.tails = proof.tail_pays(wires.ops, links, wires.group)
-        log.info("rank %d: measured: tails pay: %s", links.rank, links.tails)
-        if "VP_WAY" in os.environ:  # for a comparison, and then no more
-            links.tails = os.environ["VP_WAY"] == "tail"
-    told = ("yes" if each else "no" for each in (links.norms, links.pushes, links.tails))
-    text = "rank %d: sums take norms along: %s; products send parts: %s; make sums: %s"
-    log.info(text, links.rank, *told)
+    links.tails = all(each[0] for each in wires.group.exchange(bytes([_has_tails(wires)])))
+    told = ("yes" if each else "no" for each in (links.norms, links.tails))
+    log.info("rank %d: sums take norms along: %s; products make sums: %s", links.rank, *told)
+
+
+def _has_tails(wires: Wires) -> bool:
+    """Whether this rank's products may make sums. Not measured: what that saves is the start of the
+    product behind, and one alone was measured to be slower where models are faster."""
+    near = (wires.is_linked[each] and not wires.by_host[wires.group.rank, each]
+            for each in wires.others())  # fmt: skip
+    return wires.are_apart and wires.ops.arch >= stream.ARCH and all(near)
 
 
 def _open_peers(wires: Wires) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,8 @@ from uuid import uuid4
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import group, stream
-from voltapile.kernels.cuda.pushing import product_of
 from voltapile.kernels.cuda.rows import rms_norm
+from voltapile.kernels.cuda.tails import product_of
 from voltapile.kernels.group import GroupError
 from voltapile.shm.board import Board
 from voltapile.workers.group import meet
@@ -186,52 +187,53 @@ def test_sums_with_their_norms(ranks: list[Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_products_that_send_their_parts(ranks: list[Any], tokens: int) -> None:
-    """The bits of a product whose part the sum sends."""
-    n, k, count = 2048, 1024, 100
-    links, shape = ranks[0]._links, (tokens, n)
-    if links.islands > 1 or ranks[0].arch < stream.ARCH:
-        pytest.skip("islands sum in two steps, and Volta's products do not send")
+def test_products_that_make_the_sum_of_their_parts(ranks: list[Any], tokens: int) -> None:
+    """The bits of a product and a sum behind it, with a rank among them whose part lies in memory,
+    whoever comes late."""
+    n, k, count = 320, 1024, 60  # few blocks, since those of all ranks wait for each other
+    shape = tokens, n
+    if ranks[0]._links.islands > 1 or ranks[0].arch < stream.ARCH:
+        pytest.skip("islands sum in two steps, and Volta's products make no sums")
+    if ranks[0].multiprocessors < RANKS * n // 16:
+        pytest.skip("blocks of all ranks need a multiprocessor each")
     rng = np.random.default_rng(5)
-    scales = np.full((n * k // 32, 1), 1e-3, np.float16).view(np.uint8)
-    inner = rng.standard_normal((RANKS, tokens, k)).astype(np.float32)
-    found = []
-    for rank, ops in enumerate(ranks):
-        codes = rng.integers(0, 256, (n * k // 32, 32)).astype(np.uint8)
-        weight = ops.weight(np.hstack([scales, codes]).reshape(-1), "Q8_0", (n, k))
-        vector = ops.weight(np.ones(n, np.float32).view(np.uint8), "F32", (n,))
-        arrays = [put(ops, np.zeros(shape, np.float32)) for _ in range(4)]
-        found.append((put(ops, inner[rank]), weight, vector, arrays))
+    operands = [operands_of(ops, rng, tokens, n, k) for ops in ranks]
+    found = [[put(ops, np.zeros(shape, np.float32)) for _ in range(2)] for ops in ranks]
 
-    def step(rank: int, ops: Any, line: Any, arrays: list[Any]) -> None:
-        x, weight, vector, _ = found[rank]
-        product = product_of(ops, x, weight, None)
-        product.launch(line)
-        links = ops._links
-        group.all_reduce_norm(
-            ops, links, product.sums, arrays[0], vector, 1e-6, arrays[1], bool(line)
-        )
+    def in_tail(rank: int, ops: Any) -> None:
+        product = product_of(ops, *operands[rank], None)
+        if rank == 4:
+            product.launch(product.sums, False, ())
+            group.all_reduce_tail(ops, ops._links, product.sums, found[rank][0], True)
+        else:
+            product.launch(found[rank][0], True, group.line_of(ops._links))
+
+    def behind(rank: int, ops: Any) -> None:
+        product = product_of(ops, *operands[rank], None)
+        product.launch(product.sums, False, ())
+        group.all_reduce(ops, ops._links, product.sums, found[rank][1], True)
 
     # Graphs of one product: those behind it would begin early, and fill the GPU that others need.
-    ways = [
-        record(
-            ranks, lambda rank, ops: step(rank, ops, group.line_of(ops._links), found[rank][3][:2])
-        ),
-        record(ranks, lambda rank, ops: step(rank, ops, (), found[rank][3][2:])),
-    ]
+    ways = [record(ranks, step) for step in (in_tail, behind)]
     for _ in range(count):
         for graphs in ways:
             for rank in rng.permutation(RANKS):
+                time.sleep(rng.random() * 1e-3)
                 graphs[rank].replay()
             for ops in ranks:
                 ops.synchronize()
-    told = []
-    for ops, (*_, arrays) in zip(ranks, found, strict=True):
-        values = [ops.to_host(x).tobytes() for x in arrays]
-        assert values[:2] == values[2:]
-        told.append(values[:2])
-    assert told == [told[0]] * RANKS
+    told = [[ops.to_host(x).tobytes() for x in each]
+            for ops, each in zip(ranks, found, strict=True)]  # fmt: skip
+    assert {text for each in told for text in each} == {told[0][0]}
+    assert np.isfinite(np.frombuffer(told[0][0], np.float32)).all()
     assert np.frombuffer(told[0][0], np.float32).any()
+
+
+def operands_of(ops: Any, rng: np.random.Generator, tokens: int, n: int, k: int) -> tuple[Any, Any]:
+    scales = np.full((n * k // 32, 1), 1e-3, np.float16).view(np.uint8)
+    codes = rng.integers(0, 256, (n * k // 32, 32)).astype(np.uint8)
+    weight = ops.weight(np.hstack([scales, codes]).reshape(-1), "Q8_0", (n, k))
+    return put(ops, rng.standard_normal((tokens, k)).astype(np.float32)), weight
 
 
 @pytest.mark.gpu
@@ -276,14 +278,28 @@ def test_a_rank_that_does_not_come(ptx: Path | None) -> None:
     with joined(both, PATIENCE):  # loads, for which the driver may need longer than the others wait
         pass
     with joined(both, 1.0) as board:
-        wait_for_the_other(both[0], board)
+        wait_for_the_other(both[0], board, lambda ops: ops.all_reduce(*ones_of(ops)))
+    if both[0].arch >= stream.ARCH:
+        x, weight = operands_of(both[0], np.random.default_rng(1), 1, 64, 256)
+        out = put(both[0], np.zeros((1, 64), np.float32))
+        with joined(both, 1.0) as board:
+            wait_for_the_other(
+                both[0],
+                board,
+                lambda ops: product_of(ops, x, weight, None).launch(
+                    out, True, group.line_of(ops._links)
+                ),
+            )
 
 
-def wait_for_the_other(ops: Any, board: Board) -> None:
-    part = put(ops, np.ones((1, 100), np.float32))
-    ops.prepare(lambda: ops.all_reduce(part, (1, 100)))
-    ops.all_reduce(part, (1, 100))
-    ops.all_reduce(part, (1, 100))
+def ones_of(ops: Any) -> tuple[Any, tuple[int, int]]:
+    return ops.scratch((1, 100)), (1, 100)
+
+
+def wait_for_the_other(ops: Any, board: Board, call: Callable[[Any], object]) -> None:
+    ops.prepare(lambda: call(ops))
+    call(ops)
+    call(ops)
     with pytest.raises(GroupError, match=r"rank 0 has waited 1.0 s for rank 1, which has not come"):
         ops.synchronize()
     assert board.health(0).waits_for == 1

@@ -3,13 +3,12 @@
 // contiguous whether they lie by tiles or by rows, are on their way to its shared memory before
 // tokens come; then a warp takes one chunk of one expert, or a few. -D FORMAT; OTHER, of the
 // expert that every token takes; ALONE 1 if there is none, else WARPS, as many as a block may have;
-// TILES 1 and MANY 0; PUSH 1, where what is made is this rank's part of a sum and goes to the
-// others at once.
+// TILES 1 and MANY 0; TAIL 1, where what is made is this rank's part of a sum, which is made here,
+// too (group_tail.cuh): blocks may be more than find room at once, since they start in order.
 #include "expert_chunks.cuh"
 #include "expert_fetch.cuh"
 #include "expert_table.cuh"
 #include "grid.cuh"
-#include "group_push.cuh"
 #include "group_tail.cuh"
 #include "tiles.cuh"
 
@@ -17,9 +16,6 @@ using namespace voltapile;
 
 #ifndef ALONE
 #define ALONE 0
-#endif
-#ifndef PUSH
-#define PUSH 0
 #endif
 #ifndef TAIL
 #define TAIL 0
@@ -96,7 +92,7 @@ extern "C" __global__ void BOUNDS
                        const float* shares, const float* inner, float* out, int used, int k,
                        int rows, int accumulate, int tiled, const std::uint8_t* other_down,
                        const float* other_inner, int other_k
-#if PUSH || TAIL
+#if TAIL
                        , Group* group, int rank, int ranks
 #endif
                        ) {
@@ -106,11 +102,6 @@ extern "C" __global__ void BOUNDS
   __shared__ Bell bells[MOST_USED + 1];
   const int warp = own_warp(), lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   const long long token = blockIdx.y, unit = blockIdx.x;
-#if PUSH
-  const Outgoing<true, 1> line{group, rank, ranks};
-#else
-  const Outgoing<false, 1> line{};
-#endif
 #if TAIL
   const Tail tail{group, rank, ranks};
 #else
@@ -157,11 +148,10 @@ extern "C" __global__ void BOUNDS
   const int row = 4 * warp + (lane & 3);
   const bool writes = warp < 4 && lane < 4;
   float* to = out + token * rows + 16 * unit + row;
-  if (warp == warps - 1) line.begin(token, 1, lane);
-  if (TAIL && warp == warps - 1) tail.begin(lane);
+  if (TAIL && warp == warps - 1) tail.begin(lane);  // sm_90: before any may start the next kernel
   if (HAS_BELLS) __syncthreads();
   grid_wait();
-  if (!PUSH) grid_launch();
+  grid_launch();
   Held held;
   if (item < all) held = load(row_from);
   const float before = writes && accumulate ? *to : 0.0f;
@@ -230,6 +220,5 @@ extern "C" __global__ void BOUNDS
   }
   sum = accumulate ? before + sum : sum;
   *to = sum;
-  line.send(sum, 0, 16 * unit + row);
 #endif
 }

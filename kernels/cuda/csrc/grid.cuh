@@ -7,10 +7,9 @@
 // there before the kernel before let this one start: what a router chose (expert_down_stream.cu,
 // expert_parts.cu), and what kernels made that are launched the ordinary way, at a step's begin
 // (attention_decode.cu, sample.cu; angles: attention_heads.cu, sparse_index.cu), and states that
-// an earlier step left (delta_row.cu, delta_pair.cu). A sum over ranks polls for the product before
-// it, and waits before it writes (group_norm.cu). The wait is for all kernels before, for each of
-// them has waited too; so no kernel may end without. grid_launch() lets the next kernel start, as
-// soon as every block has called it or ended; it promises nothing about what was written. Before
+// an earlier step left (delta_row.cu, delta_pair.cu). The wait is for all kernels before, for each
+// of them has waited too; so no kernel may end without. grid_launch() lets the next kernel start,
+// as soon as every block has called it or ended; it promises nothing about what was written. Before
 // sm_90 both are nothing.
 #pragma once
 

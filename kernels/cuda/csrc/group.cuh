@@ -5,11 +5,9 @@
 // and reads the other half of none before the peer has answered. A block of a kernel counts its own
 // exchanges with each peer, and block b of all ranks makes the same ones; so a rank that writes
 // exchange n + 2 has seen the peer's n + 1, and the peer has read n. Two halves are enough.
-// Rows of fours (group_norm.cu) have no count in them: who has read a row empties its place, and
-// that is done before the next exchange begins. A rank has a room at itself for them. Many kernels
-// of a step may be on a GPU at once (grid.cuh): so rows are counted by the sum that reads them
-// before it lets a later kernel start, and who sends them reads the count before it lets that sum
-// start, which looks at no row before the sum before it has ended.
+// Words of tails (group_tail.cuh, group_norm.cu) have no count in them: who has read one empties
+// its place, and has done that before it sends anything of the next exchange. Many kernels of a
+// step may be on a GPU at once (grid.cuh): so an exchange is counted before a later one may start.
 // Messages (send, receive) go one way and are acknowledged by a count of their own. A count has 32
 // bits: only a slot that lay unused for exactly 2^32 exchanges of its block could be misread.
 //
@@ -25,18 +23,17 @@ constexpr int SLOTS = 512;   // packs of a block in one exchange
 constexpr int PIECE = 4096;  // floats of a block in one exchange of plain data
 constexpr int TWIN = 2048;   // the same, where there are two ranks
 constexpr int MESSAGE = 2048;  // floats of a block in one of a message's parts
-constexpr int ROW_BLOCKS = 32;     // rows of one sum that norms them
-constexpr int LONGEST_ROW = 5120;  // floats of it, eight of a thread
-constexpr int TAIL_TOKENS = 8, TAIL_COLUMNS = 8192;  // of a sum in tails, at most
-// A rank's room at another: packs, pieces, messages, rows, tails, flags.
+constexpr int LONGEST_ROW = 5120;  // floats of one that a sum norms, eight of a thread
+// Of a sum by words, most.
+constexpr int TAIL_RANKS = 8, TAIL_ROWS = 32, TAIL_COLUMNS = 8192;
+// A rank's room at another: packs, pieces, messages, words of tails, flags.
 constexpr int HALF_PACKS = PACK_BLOCKS * SLOTS;
 constexpr long long HALF_PIECES = 4LL * PIECE_BLOCKS * PIECE;
 constexpr long long HALF_MESSAGES = 4LL * PIECE_BLOCKS * MESSAGE;
 constexpr long long PACKS_AT = 0, PIECES_AT = 2LL * HALF_PACKS * 24;
 constexpr long long MESSAGES_AT = PIECES_AT + 2 * HALF_PIECES;
-constexpr long long HALF_ROWS = 4LL * ROW_BLOCKS * LONGEST_ROW;
-constexpr long long ROWS_AT = MESSAGES_AT + 2 * HALF_MESSAGES, TAILS_AT = ROWS_AT + 2 * HALF_ROWS;
-constexpr long long HALF_TAILS = 4LL * TAIL_TOKENS * TAIL_COLUMNS;
+constexpr long long TAILS_AT = MESSAGES_AT + 2 * HALF_MESSAGES;
+constexpr long long HALF_TAILS = 4LL * TAIL_ROWS * TAIL_COLUMNS;
 constexpr long long FLAGS_AT = TAILS_AT + 2 * HALF_TAILS;
 enum Flag { PIECE_FLAG, SENT_FLAG, TAKEN_FLAG, ROWS_FLAG };  // each PIECE_BLOCKS words
 
@@ -65,8 +62,7 @@ struct Group {
   unsigned packs[MOST_RANKS][PACK_BLOCKS];  // exchanges so far
   unsigned pieces[MOST_RANKS][PIECE_BLOCKS];
   unsigned sent[MOST_RANKS][PIECE_BLOCKS], taken[MOST_RANKS][PIECE_BLOCKS];
-  unsigned rows[ROW_BLOCKS], ended[ROW_BLOCKS];  // with all ranks at once: begun, and done
-  unsigned tails, unused;  // 65,536 for each sum in tails (group_tail.cuh)
+  unsigned tails, unused;  // 65,536 for each sum by words (group_tail.cuh)
 };
 
 // The patience of one thread in one kernel. Looking up must be cheap: while a rank looks up it is
@@ -81,8 +77,6 @@ class Wait {
     if ((++looks_ & 255) != 0) return false;
     return look_up(other);
   }
-  // What is waited for from now on has not been late yet.
-  __device__ void renew() { began_ = 0; }
   // All has come; after a failure it stays known for whom.
   __device__ void end() {
     if (has_told_ && !load_fresh(&group_->has_failed))
@@ -92,20 +86,16 @@ class Wait {
  private:
   // In 1,024 ticks: one to four ms or so. Their number comes round after half an hour.
   static constexpr unsigned SELDOM = 1 << 11, SOON = 1 << 13;
-  // This rank's own kernels before may wait for others themselves, each as long as it may.
-  static constexpr int OWN_LIMITS = 4;
 
   __device__ bool look_up(int other) {
-    const bool is_own = other == group_->rank;
     const unsigned now = static_cast<unsigned>(ticks() >> 10) | 1;
     if (began_ == 0) began_ = looked_ = now;
     if (load_fresh(&group_->has_failed)) return true;
-    const long long limit = group_->limit_ticks >> 10;
-    if (now - began_ > (is_own ? OWN_LIMITS * limit : limit)) return fail(LATE, other);
+    if (now - began_ > group_->limit_ticks >> 10) return fail(LATE, other);
     if (now - looked_ < SELDOM || threadIdx.x % 32 != 0) return false;
     looked_ = now;
     if (load_fresh(group_->abort)) return fail(ENDED, other);
-    if (!is_own && !has_told_ && now - began_ > SOON) {
+    if (!has_told_ && now - began_ > SOON) {
       store_fresh(reinterpret_cast<unsigned*>(group_->waits_for), other);
       has_told_ = true;
     }
@@ -114,8 +104,7 @@ class Wait {
 
   __device__ bool fail(Code code, int other) {
     if (swap(&group_->has_failed, 1) == 0) {
-      if (other != group_->rank)
-        store_fresh(reinterpret_cast<unsigned*>(group_->waits_for), other);
+      store_fresh(reinterpret_cast<unsigned*>(group_->waits_for), other);
       store_fresh(group_->report + 1, other);
       order_all();
       store_fresh(group_->report, code);
@@ -189,16 +178,6 @@ __device__ __forceinline__ uint4* eights_of(char* room, unsigned exchange) {
 __device__ __forceinline__ float* message_of(char* room, unsigned number) {
   return reinterpret_cast<float*>(room + MESSAGES_AT + (number & 1) * HALF_MESSAGES) +
          blockIdx.x * MESSAGE;
-}
-// Of a row of fours: eight columns are a thread's, and neighbours' fours lie side by side.
-constexpr int ROW_THREADS = LONGEST_ROW / 8;
-__device__ __forceinline__ uint4* row_of(char* room, unsigned exchange, int row) {
-  return reinterpret_cast<uint4*>(room + ROWS_AT + (exchange & 1) * HALF_ROWS) +
-         2 * ROW_THREADS * row;
-}
-__device__ __forceinline__ unsigned* word_of(uint4* row, int column) {
-  uint4* four = row + (column / 4 & 1) * ROW_THREADS + column / 8;
-  return reinterpret_cast<unsigned*>(four) + column % 4;
 }
 __device__ __forceinline__ unsigned* flag_of(char* room, Flag flag) {
   return reinterpret_cast<unsigned*>(room + FLAGS_AT) + flag * PIECE_BLOCKS + blockIdx.x;

@@ -1,9 +1,9 @@
 // The sum that ends a part of a layer, and the norm that begins the next one: a block for each row,
-// whose threads keep what they send, add and norm; little of it in registers, so that it finds room
-// beside a product that still runs.
+// whose threads keep what they send, add and norm. Values go where those go that products sum in
+// their tail, so any rank may do either.
 #include "attention_copies.cuh"
 #include "grid.cuh"
-#include "group.cuh"
+#include "group_tail.cuh"
 #include "norm_row.cuh"
 
 extern __shared__ __align__(16) unsigned char shared[];
@@ -11,6 +11,7 @@ extern __shared__ __align__(16) unsigned char shared[];
 namespace voltapile {
 
 constexpr int HELD = 2;  // float4 of a thread, a lane's columns of a run
+constexpr int MOST_THREADS = LONGEST_ROW / (4 * HELD);
 
 __device__ __forceinline__ float4 zeros() { return make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
 __device__ __forceinline__ float4 plus(float4 a, float4 b) {
@@ -34,6 +35,12 @@ struct Place {
       if (has(i)) reinterpret_cast<float4*>(row)[(*this)(i)] = values[i];
     }
   }
+  // Of this block's row of an exchange; the next four lies behind.
+  __device__ __forceinline__ uint4* words(unsigned* room) const {
+    const int column = 4 * HELD * threadIdx.x;
+    return reinterpret_cast<uint4*>(room + TILE_WORDS * (column / 16) + 16 * blockIdx.x +
+                                    column % 16);
+  }
   // To shared memory, where it is when copies were waited for.
   __device__ __forceinline__ void fetch(const float* row, float* to) const {
 #if VP_ARCH >= 800
@@ -51,54 +58,40 @@ struct Place {
 };
 
 // This rank's part of the row, to all others; neighbours write what lies side by side.
-__device__ __forceinline__ void push(const Peer* peers, unsigned exchange, const Place& at,
-                                     const float4 (&values)[HELD], int rank, int ranks) {
+__device__ __forceinline__ void push(const Tail& tail, const Place& at,
+                                     const float4 (&values)[HELD]) {
 #pragma unroll 1
-  for (int r = 0; r < ranks; ++r) {
-    if (r == rank) continue;
-    uint4* to = row_of(peers[r].out, exchange, blockIdx.x) + threadIdx.x;
+  for (int r = 0; r < tail.ranks; ++r) {
+    if (r == tail.rank) continue;
+    uint4* to = at.words(Tail::ways()[r].out);
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-      if (at.has(i)) store_four(to + i * ROW_THREADS, hidden(values[i]));
+      if (at.has(i)) store_four(to + i, hidden(values[i]));
     }
   }
 }
 
-// What the peer has pushed; its place is then empty again.
-__device__ __forceinline__ void pull(const Peer& peer, int other, unsigned exchange,
-                                     const Place& at, Wait& wait, float4 (&values)[HELD]) {
-  const int is_narrow = peer.is_narrow;
-  uint4* from = row_of(peer.in, exchange, blockIdx.x) + threadIdx.x;
+// What the peer has sent; its place is then empty again.
+__device__ __forceinline__ void pull(int other, const Place& at, Wait& wait,
+                                     float4 (&values)[HELD]) {
+  const Tail::Way way = Tail::ways()[other];
+  uint4* from = at.words(way.in);
   bool has_come;
   do {
     has_come = true;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       if (!at.has(i)) continue;
-      const uint4 words = load_four(from + i * ROW_THREADS);
+      const uint4 words = load_four(from + i);
       has_come &= is_whole(words);
       values[i] = shown(words);
     }
   } while (!has_come && !wait.is_over(other));
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
-    if (at.has(i)) store_four(from + i * ROW_THREADS, uint4{0, 0, 0, 0});
+    if (at.has(i)) store_four(from + i, uint4{0, 0, 0, 0});
   }
-  if (is_narrow) order_all();  // before the host's memory is told of the next exchange
-}
-
-// By one thread: the sum before this one has ended.
-__device__ __forceinline__ void await_end(const unsigned* ended, unsigned exchange, int rank,
-                                          Wait& wait) {
-  while (load_fresh(ended) != exchange && !wait.is_over(rank)) {
-  }
-  wait.renew();
-  __threadfence();
-}
-// By one thread: of x and of emptied places all has been written.
-__device__ __forceinline__ void end(unsigned* ended, unsigned exchange) {
-  __threadfence();
-  store_fresh(ended, exchange + 1);
+  way.settle();
 }
 
 // Of sums, with weights that are near.
@@ -115,73 +108,51 @@ __device__ __forceinline__ void put_norm(const Place& at, const float* weights, 
 
 using namespace voltapile;
 
-// x (rows of n) (+)= the sum of the parts, added in the order of ranks; out = rms_norm of x, where
-// weight is not null.
-// grid: (rows), a warp for each run of a row, and a last one, which has none of the row and keeps
-// count of the exchanges; n is a multiple of 4. shared: 8 n bytes. is_pushed: the product that made
-// this rank's part has sent it (group_push.cuh), to itself too: then that is polled for as well,
-// and seen before the product's launch has ended.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS + 32, 1)
+// x (rows of n) += the sum of the parts, added in the order of ranks; out = rms_norm of x.
+// grid: (rows), a warp for each run of a row; n is a multiple of 4. shared: 8 n bytes.
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
 group_sum_norm(Group* group, const float* part, float* x, const float* weight, float* out, int n,
-               float eps, int rank, int ranks, int is_pushed, int accumulate) {
+               float eps, int rank, int ranks) {
   __shared__ float scratch[32];
-  __shared__ unsigned number;
-  __shared__ Peer peers[MOST_RANKS];  // near, since each is asked for when the one before has come
   const int lane = threadIdx.x & 31, runs = (n + RUN - 1) / RUN;
   const float inverse = 1.0f / n;
+  const Tail tail{group, rank, ranks};
   const Place at = {n / 4};
   const long long begin = static_cast<long long>(blockIdx.x) * n;
   float* weights = reinterpret_cast<float*>(shared);
   float* before = weights + n;
   float4 values[HELD], sum[HELD];
-  if (weight != nullptr) at.fetch(weight, weights);
-  const bool keeps_count = threadIdx.x == blockDim.x - 32;  // a warp's first looks for an abort
-  unsigned* ended = group->ended + blockIdx.x;
-  if (threadIdx.x < ranks) peers[threadIdx.x] = group->peers[threadIdx.x];
-  if (keeps_count) number = count_on(group->rows + blockIdx.x);
+  at.fetch(weight, weights);
+  if (threadIdx.x < 32) tail.begin(threadIdx.x);
   __syncthreads();
   grid_launch();
-  const unsigned exchange = number;
   Wait wait(group);
   const auto own = [&] {
     values[0] = values[1] = zeros();
     if (part != nullptr) at.load(part + begin, values);
   };
-  if (!is_pushed) {
-    grid_wait();
-    own();
-    push(peers, exchange, at, values, rank, ranks);
-  } else {
-    if (keeps_count) await_end(ended, exchange, rank, wait);
-    __syncthreads();
-  }
+  grid_wait();
+  own();
+  push(tail, at, values);
+  at.fetch(x + begin, before);
 #pragma unroll 1  // what a wait that lasts does is long
   for (int i = 0; i < ranks; ++i) {
     const int r = ranks == 2 ? i ^ rank : i;  // the sum of two is the same either way
-    if (r != rank || is_pushed) pull(peers[r], r, exchange, at, wait, values);
+    if (r != rank) pull(r, at, wait, values);
     else if (i > 0) own();  // again: there are no registers for it meanwhile
-    if (r == rank) wait.renew();
-    // Whoever has sent this rank's part has waited for whoever has made x.
-    if (r == rank && accumulate) at.fetch(x + begin, before);
 #pragma unroll
     for (int j = 0; j < HELD; ++j) sum[j] = i == 0 ? values[j] : plus(sum[j], values[j]);
   }
   wait.end();
-  grid_wait();  // others of the product may still read what lies where `out` will
 #if VP_ARCH >= 800
   wait_for_copies<0>();
 #endif
-  if (accumulate) at.load(before, values);
+  at.load(before, values);
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    if (accumulate) sum[i] = plus(values[i], sum[i]);
-    if (!at.has(i)) sum[i] = zeros();
-  }
+  for (int i = 0; i < HELD; ++i) sum[i] = at.has(i) ? plus(values[i], sum[i]) : zeros();
   const float squares = warp_join(squares_of(sum[0], sum[1]), Add());
   if (lane == 0) scratch[threadIdx.x / 32] = squares;
   at.store(x + begin, sum);
   __syncthreads();
-  if (keeps_count) end(ended, exchange);
-  if (weight == nullptr) return;
   put_norm(at, weights, norm_factor(scratch, runs, inverse, eps, lane), sum, out + begin);
 }

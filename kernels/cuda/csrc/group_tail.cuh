@@ -2,7 +2,7 @@
 // all others, waits for theirs and adds up. No launch for the sum, and nothing behind it to wait
 // for but the product itself, as on one GPU.
 //
-// A word of each rank, hidden() and so never 0, goes to a place of its own, [16 columns][token]
+// A word of each rank, hidden() and so never 0, goes to a place of its own, [16 columns][row]
 // [column]; who reads it empties its place. A place is empty again before it is written to: of two
 // halves, one exchange takes the one and the next the other; a peer sends exchange n + 2 when its
 // kernel of n + 1 has ended, which saw all that this rank sent for n + 1, and this rank sent that
@@ -15,9 +15,18 @@
 
 namespace voltapile {
 
-constexpr int TILE_WORDS = 16 * TAIL_TOKENS;  // of 16 columns
+constexpr int TILE_WORDS = 16 * TAIL_ROWS;  // of 16 columns
 
 struct Tail {
+  struct Way {
+    unsigned *out, *in;
+    int is_narrow;
+    // What was read has been emptied, which the host's memory must know before the next exchange.
+    __device__ __forceinline__ void settle() const {
+      if (is_narrow) order_all();
+    }
+  };
+
   Group* group;
   int rank, ranks;
 
@@ -56,15 +65,13 @@ struct Tail {
     return sum;
   }
 
- private:
-  struct Way {
-    unsigned *out, *in;
-    int is_narrow;
-  };
+  // Of this exchange, by rank.
   static __device__ __forceinline__ Way* ways() {
-    __shared__ Way kept[MOST_RANKS];
+    __shared__ Way kept[TAIL_RANKS];
     return kept;
   }
+
+ private:
   static __device__ __forceinline__ float take(int other, int place, Wait& wait) {
     const Way way = ways()[other];
     unsigned word;
@@ -72,7 +79,7 @@ struct Tail {
       word = load_fresh(way.in + place);
     } while (word == 0 && !wait.is_over(other));
     store_fresh(way.in + place, 0);
-    if (way.is_narrow) order_all();  // before the host's memory is told of the next exchange
+    way.settle();
     return __uint_as_float(~word);
   }
 };

@@ -9,11 +9,10 @@
 // Units of the two formats are counted apart; blocks from first_other on take OTHER's.
 // -D: FORMAT; OTHER; DEPTH, the most places of a ring; TEAMS; WARPS, eight, or twice as many with
 // one chunk of columns each; THREADS that a multiprocessor's registers shall suffice for; TILES 1
-// and MANY 0; ONE, whether it is known that there is but one token; PUSH 1, where what is made is
-// this rank's part of a sum and goes to the others at once; TAIL 1, where it is and the sum over
-// ranks is made here (group_tail.cuh), of the one matrix that there then is.
+// and MANY 0; ONE, whether it is known that there is but one token; TAIL 1, where what is made is
+// this rank's part of a sum, which is made here, too (group_tail.cuh): there is one matrix then,
+// no gate, and nothing to norm, and code for those is left out.
 #include "grid.cuh"
-#include "group_push.cuh"
 #include "group_tail.cuh"
 #include "matmul_norm.cuh"
 
@@ -32,6 +31,7 @@ struct Units {
 
   __device__ __forceinline__ Matrix matrix(int unit) const {
     Matrix found = all.matrices[0];
+    if (TAIL) return found;
     if (unit >= first) found = all.matrices[1];
     if (unit >= second) found = all.matrices[2];
     return found;
@@ -55,7 +55,7 @@ struct Ahead {
   // Finds the next tile where the last one's chunks are all fetched.
   __device__ __forceinline__ void prepare() {
     if (left > 0) return;
-    sub = units.all.is_glu() ? 1 - sub : 0;
+    sub = !TAIL && units.all.is_glu() ? 1 - sub : 0;
     if (sub == 0) unit += step;
     find();
   }
@@ -119,7 +119,6 @@ constexpr int CLASSES = 8;  // of chunks, whose sums are made first
 struct Ending {
   const Units& units;
   int i, one;              // values of a warp: [token][16 rows]
-  int own = 0;             // row of the matrix
   float* place = nullptr;  // that the value goes to
   float bias = 0, bias_of_up = 0;
 
@@ -130,43 +129,45 @@ struct Ending {
     if (i / 16 >= units.all.tokens || unit >= units.count) return;
     unit = afresh(unit);
     const Matrix matrix = units.matrix(unit);
-    own = 16 * unit + i % 16;
-    place = afresh(matrix.out + static_cast<long long>(i / 16) * matrix.rows + own);
+    const int own = 16 * unit + i % 16;
+    if (!TAIL) place = afresh(matrix.out + static_cast<long long>(i / 16) * matrix.rows + own);
     bias = matrix.bias != nullptr ? matrix.bias[own] : 0;
     const float* up = units.all.matrices[1].bias;
     if (units.all.is_glu() && up != nullptr) bias_of_up = up[own];
   }
   // sums: [tile of the unit][warp][token][16 rows].
-  // The part of a sum over ranks.
-  __device__ __forceinline__ float part(const float* sums) const {
-    return i / 16 < units.all.tokens ? whole(sums) + bias : 0;
-  }
-  __device__ __forceinline__ int place_of(int unit) const { return TILE_WORDS * unit + i; }
-  __device__ __forceinline__ void send(float value, int unit, const Tail& tail) const {
-    if (i / 16 < units.all.tokens) tail.send(value, place_of(unit));
-  }
-  // With what the others have sent: x is asked for before they are waited for.
-  __device__ __forceinline__ void settle(float value, int unit, const Tail& tail) const {
-    if (i / 16 >= units.all.tokens) return;
-    const Matrix& matrix = units.all.matrices[0];
-    float* to = matrix.out + static_cast<long long>(i / 16) * matrix.rows + 16 * unit + i % 16;
-    const bool adds = units.all.kind == ADD;
-    const float before = adds ? *to : 0.0f;
-    const float total = tail.total(value, place_of(unit));
-    *to = adds ? before + total : total;
-  }
-  template <class Line>
-  __device__ __forceinline__ void write(const float* sums, const Line& line) const {
+  __device__ __forceinline__ void write(const float* sums) const {
     if (i / 16 >= units.all.tokens) return;
     float value = whole(sums) + bias;
     if (units.all.is_glu())
       value = activated(value, units.all.kind) * (whole(sums + WARPS * one) + bias_of_up);
     if (units.all.kind == ADD) add_to(place, value);
     else *place = value;
-    line.send(value, i / 16, own);
+  }
+
+  // Of a sum over ranks: this rank's part, to all others; 0 where there is none.
+  __device__ __forceinline__ float send(const float* sums, int unit, const Tail& tail) const {
+    if (i / 16 >= units.all.tokens) return 0;
+    const float part = whole(sums) + bias;
+    tail.send(part, place_of(unit));
+    return part;
+  }
+  // With what the others have sent. x is asked for before they are waited for.
+  __device__ __forceinline__ void settle(float part, int unit, const Tail& tail) const {
+    if (i / 16 >= units.all.tokens) return;
+    const Matrix& matrix = units.all.matrices[0];
+    const int own = afresh(i);
+    float* to = matrix.out + own / 16 * matrix.rows + 16 * afresh(unit) + own % 16;
+    const bool adds = units.all.kind == ADD;
+    const float before = adds ? *to : 0.0f;
+    const float total = tail.total(part, place_of(unit));
+    *to = adds ? before + total : total;
   }
 
  private:
+  __device__ __forceinline__ int place_of(int unit) const {
+    return TILE_WORDS * afresh(unit) + afresh(i);
+  }
   // Never -0, so that adding 0 leaves it as it is.
   __device__ __forceinline__ float whole(const float* sums) const {
     float value = 0;
@@ -182,10 +183,10 @@ struct Ending {
 
 // All units of this block, of those that are dealt to `blocks`.
 // Shared memory: a bell for each place of each ring and one for gains, rings, tokens, sums, gains.
-template <class F, class Line>
-__device__ __forceinline__ void stream(const Product& all, Norm norm, const Line& line,
-                                       const Tail& tail, const Units& units, int block, int blocks,
-                                       int depth, std::uint8_t* shared) {
+template <class F>
+__device__ __forceinline__ void stream(const Product& all, Norm norm, const Tail& tail,
+                                       const Units& units, int block, int blocks, int depth,
+                                       std::uint8_t* shared) {
   using M = TileMemory<F>;
   constexpr int ALL_WARPS = TEAMS * WARPS, BELLS = aligned(8 * (DEPTH * ALL_WARPS + 1));
   // One number for the whole warp: branches on it need no code for lanes that go apart.
@@ -204,13 +205,13 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
     ahead.fetch(ring, i);
   }
 
-  if (warp_of_block == ALL_WARPS - 1) line.begin(0, all.tokens, lane);
   if (TAIL && warp_of_block == ALL_WARPS - 1) {
     tail.begin(lane);
     grid_launch();
   }
   const Tile tile{lane};
-  const int chunks = chunks_of<F>(all.k), subs = all.is_glu() ? 2 : 1, one = 16 * all.tokens;
+  const int chunks = chunks_of<F>(all.k), one = 16 * all.tokens;
+  const int subs = !TAIL && all.is_glu() ? 2 : 1;
   const int slot_bytes = M::tokens_bytes(all.tokens);
   std::uint8_t* tokens = shared + BELLS + ALL_WARPS * M::ring_bytes(depth);
   norm.sums = reinterpret_cast<float*>(tokens + aligned(chunks * slot_bytes));  // till units end
@@ -255,12 +256,11 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Line
     meet_team(team);
     if (!ONE) ending.find(unit);
     if (TAIL) {
-      const float part = ending.part(set);
-      if (unit < units.count) ending.send(part, unit, tail);
+      const float part = unit < units.count ? ending.send(set, unit, tail) : 0;
       if (count > 0) ending.settle(sent, unit - step, tail);
       sent = part;
     } else {
-      ending.write(set, line);
+      ending.write(set);
     }
     if (ONE) ending.find(unit + step);
   }
@@ -274,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   const float* x, int k, int tokens, int epilogue, int first, int second,
                   int count, int other_first, int other_second, int other_count, int first_other,
                   int depth, const float* gain, float eps, float share
-#if PUSH || TAIL
+#if TAIL
                   , Group* group, int rank, int ranks
 #endif
                   ) {
@@ -285,25 +285,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      {weights1, bias1, out1, rows1},
                      {weights2, bias2, out2, rows2}},
                     x, k, ONE ? 1 : tokens, ONE ? 1 : tokens, static_cast<Epilogue>(epilogue)};
-  const Norm norm{gain, eps, share};
-#if PUSH
-  const Outgoing<true> line{group, rank, ranks};
-#else
-  const Outgoing<false> line{};
-  if (!TAIL) grid_launch();
-#endif
+  const Norm norm{TAIL ? nullptr : gain, eps, share};
 #if TAIL
   const Tail tail{group, rank, ranks};
 #else
   const Tail tail{};
+  grid_launch();
 #endif
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
-    stream<formats::OTHER>(all, norm, line, tail, {all, other_first, other_second, other_count},
+    stream<formats::OTHER>(all, norm, tail, {all, other_first, other_second, other_count},
                            block - first_other, blocks - first_other, depth, memory);
   else
-    stream<formats::FORMAT>(all, norm, line, tail, {all, first, second, count}, block,
+    stream<formats::FORMAT>(all, norm, tail, {all, first, second, count}, block,
                             IS_SAME ? blocks : first_other, depth, memory);
 #endif
 }

@@ -25,7 +25,7 @@ class Alone(CudaCollectives):
         self.exact = exact
         report = np.zeros(2, np.uint32)
         self._links = Links(1, 0, ranks, Islands((tuple(range(ranks)),)), report)
-        self._links.norms = self._links.pushes = True
+        self._links.norms = True
         self.end = 1 << 20
 
     def _launcher(self) -> Any:
@@ -59,8 +59,6 @@ class Alone(CudaCollectives):
 
 def test_a_sum_waits_for_the_norm_after_it() -> None:
     ops, shape = Alone(), (2, 4096)
-    assert ops._links is not None
-    ops._links.pushes = False
     x, part, other = (ops.scratch(shape) for _ in range(3))
     weight = CudaWeight((4096,), 16384, "F32", 1, 16384)
     ops.all_reduce(part, shape, x)
@@ -94,7 +92,7 @@ def test_a_router_norms_rows_whoever_has_normed_them() -> None:
     for rows, tails in ((2, True), (2, False), (9, False), (40, False), (100, False)):
         ops, shape = Alone(2), (rows, 4096)
         assert ops._links is not None
-        ops.arch, ops._links.tails = 90, tails
+        ops.arch, ops._links.tails, ops._links.norms = 90, tails, not tails
         x, part = ops.scratch(shape), ops.scratch(shape)
         ops.all_reduce(part, shape, x)
         norm = norm_of(ops.rms_norm(x, weight, 1e-6))
@@ -107,48 +105,57 @@ def test_a_router_norms_rows_whoever_has_normed_them() -> None:
 
 
 def test_a_product_waits_for_the_sum_that_it_is_a_part_of() -> None:
-    n, columns, eps = 4096, 512, 1e-6
-    norm = CudaWeight((n,), 4 * n, "F32", 1, 4 * n)
+    n, columns = 4096, 512
     row = columns // 32 * 34
     matrix = CudaWeight((n, columns), n * row, "Q8_0", 1, row, is_tiled=True)
 
-    def start(tokens: int = 2, arch: int = 90) -> tuple[Alone, DeviceArray, DeviceArray | None]:
-        ops = Alone(2)
-        ops.arch = arch
+    def start(
+        tokens: int = 2, arch: int = 90, exact: int | None = None
+    ) -> tuple[Alone, DeviceArray, DeviceArray | None]:
+        ops = Alone(2, exact)
+        assert ops._links is not None
+        ops.arch, ops._links.tails = arch, True
         x, inner = ops.scratch((tokens, n)), ops.scratch((tokens, columns))
         return ops, x, ops._product_late(inner, matrix, None, False)
+
+    def tails(ops: Alone) -> int:
+        return sum("TAIL" in instance.name for instance in ops.instances)
 
     ops, x, part = start()
     assert part is not None
     assert ops.launched == []
-    ops.all_reduce(part, (2, n), x)
-    assert ops.launched == []
-    assert ops._norm_late(x, norm, eps) is not None
-    assert ops.launched == ["matmul_stream", "group_sum_norm"]
-    pushes = [instance for instance in ops.instances if "PUSH" in instance.name]
-    assert len(pushes) == 1
-    by_rows = ["matmul_stream", "group_sum_norm"]  # as ranks do that have nothing to send
+    assert ops.all_reduce(part, (2, n), x) is x
+    assert (ops.launched, tails(ops)) == (["matmul_stream"], 1)
+    ops, x, part = start()
+    end = ops.end
+    found = ops.all_reduce(part, (2, n))  # where the part would be
+    assert part is not None
+    assert (found.ptr, ops.end) == (part.ptr, end)
+    assert (ops.launched, tails(ops)) == (["matmul_stream"], 1)
+    in_memory = ["matmul_stream", "group_tail"]
     ops, x, part = start()
     ops._catch_up()  # it was not a sum's part
     ops.all_reduce(part, (2, n), x)
     ops._catch_up()
-    assert ops.launched == by_rows
+    assert (ops.launched, tails(ops)) == (in_memory, 0)
     ops, x, part = start()
     ops.all_reduce(None, (2, n), x)  # of something else
     ops._catch_up()
-    assert ops.launched == by_rows
-    assert not any("PUSH" in instance.name for instance in ops.instances)
-    ops, x, part = start()
-    ops.all_reduce(part, (2, n))  # no norm will be known of
-    assert ops.launched == by_rows
-    assert sum("PUSH" in instance.name for instance in ops.instances) == 1
-    ops, x, part = start()
-    ops.all_reduce(part, (2, n), x)
-    ops.all_gather(x, 2, [n] * 2)
-    assert ops.launched == [*by_rows, "group_gather"]
-    assert sum("PUSH" in instance.name for instance in ops.instances) == 1
-    assert start(9)[2] is None
-    assert start(arch=75)[2] is None
+    assert (ops.launched, tails(ops)) == (in_memory, 0)
+    ops, x, part = start(arch=75)  # not that one's
+    assert part is None
+    ops.all_reduce(None, (2, n), x)
+    ops._catch_up()
+    assert ops.launched == ["group_tail"]
+    ops.all_reduce(None, (2, n), x)
+    ops.rms_norm(x, CudaWeight((n,), 4 * n, "F32", 1, 4 * n), 1e-6)
+    assert ops.launched[1:] == ["group_sum_norm"]
+    for others in (start(9), start(exact=1)):  # many, or beside a prompt's
+        assert others[2] is None
+        ops, x, _ = others
+        ops.all_reduce(None, x.shape, x)
+        ops._catch_up()
+        assert "group_tail" not in ops.launched
 
 
 def test_a_prompts_sum_waits_for_the_norm_after_it() -> None:

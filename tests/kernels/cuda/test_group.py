@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -28,11 +26,10 @@ from voltapile.kernels.cuda.links import (
     PIECE_BLOCKS,
     RECORD,
     ROOM,
-    ROW_BLOCKS,
     SLOTS,
     TAIL_COLUMNS,
-    TAIL_TOKENS,
-    TAILS_AT,
+    TAIL_RANKS,
+    TAIL_ROWS,
     TWIN,
     Islands,
     Links,
@@ -112,7 +109,7 @@ class Stage:
         ways = [way(other) for other in range(self.ranks)]
         record = record_of(rank, ways, self.islands, round(self.seconds * 1e9), words)
         counts = record.view(RECORD)[0]
-        for name in ("packs", "pieces", "sent", "taken", "rows", "ended"):
+        for name in ("packs", "pieces", "sent", "taken"):
             counts[name][:] = self.start % (1 << 32)
         counts["tails"] = (self.start << 16) % (1 << 32)
         self.kept = self.ops.array(record)
@@ -189,10 +186,12 @@ def test_the_layout_is_that_of_the_kernels() -> None:
     assert f"MESSAGE = {MESSAGE};" in text
     assert 2 * TWIN == PIECE
     assert ROOM >= FLAGS_AT + 4 * PIECE_BLOCKS * 4
-    assert f"ROW_BLOCKS = {ROW_BLOCKS};" in text
     assert f"LONGEST_ROW = {LONGEST_ROW};" in text
-    assert f"TAIL_TOKENS = {TAIL_TOKENS}, TAIL_COLUMNS = {TAIL_COLUMNS};" in text
-    counts = 4 * (MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS) + 2 * ROW_BLOCKS + 2)
+    assert (
+        f"TAIL_RANKS = {TAIL_RANKS}, TAIL_ROWS = {TAIL_ROWS}, TAIL_COLUMNS = {TAIL_COLUMNS};"
+        in text
+    )
+    counts = 4 * (MOST_RANKS * (PACK_BLOCKS + 3 * PIECE_BLOCKS) + 2)
     assert RECORD.itemsize == 64 + 8 * MOST_RANKS + 32 * MOST_RANKS + counts
 
 
@@ -334,39 +333,6 @@ def test_a_sum_with_its_norm_has_the_bits_of_both(norming: EmulatedOps, rows: in
         x = parts_of(50, 1, *shape)[0] + total_of(parts_of(round, 3, *shape), one_island(3))
         expected += [x, ops.to_host(rms_norm(ops, ops.array(x), vector_of(ops, weight), 1e-6))]
     check(Stage(ops, one_island(3), frozenset({(0, 2)}), start=-2).run(work), expected)
-
-
-def test_a_sum_looks_at_no_row_before_the_one_before_has_ended(norming: EmulatedOps) -> None:
-    """Both may be on the GPU at once, and the one before them, whose half of a room it has."""
-    n, stage = 576, Stage(norming, one_island(2))
-    links = stage.links(0)
-    raw = (ctypes.c_uint8 * RECORD.itemsize).from_address(links.record)
-    record = np.frombuffer(raw, RECORD)[0]
-    record["rows"][0] = 2
-    parts, ones = parts_of(3, 2, 1, n), np.ones(n, np.float32)
-    x, out = norming.array(np.zeros((1, n), np.float32)), norming.scratch((1, n))
-    for source, part in enumerate(parts):
-        put_row(stage, source, 0, part[0])
-    call = links, norming.scratch((1, n)), x, vector_of(norming, ones), 1e-6, out, True
-    running = threading.Thread(target=group.all_reduce_norm, args=(norming, *call))
-    running.start()
-    time.sleep(0.2)
-    assert record["rows"][0] == 3, "others may start, and count on"
-    assert running.is_alive()
-    assert not np.array(norming.to_host(x)).any()
-    record["ended"][0] = 2
-    running.join(PATIENCE)
-    assert norming.to_host(x).tobytes() == (parts[0] + parts[1]).tobytes()
-    assert record["ended"][0] == 3
-
-
-def put_row(stage: Stage, source: int, target: int, values: np.ndarray) -> None:
-    """As a product sends its first row, of an exchange with an even number."""
-    room = stage.memory[:-4096].reshape(-1, ROOM)[target * stage.ranks + source]
-    start, threads = TAILS_AT - 2 * ROW_BLOCKS * LONGEST_ROW * 4, LONGEST_ROW // 8
-    row = room[start : start + 4 * LONGEST_ROW].view(np.uint32).reshape(2, threads, 4)
-    words = ~values.view(np.uint32).reshape(-1, 2, 4)
-    row[:, : len(words)] = words.transpose(1, 0, 2)
 
 
 def test_every_float_can_be_summed_and_normed(norming: EmulatedOps) -> None:
@@ -633,52 +599,6 @@ def test_after_a_failure_nothing_waits_long(ops: EmulatedOps) -> None:
     began = time.monotonic()
     Stage(ops, one_island(2), seconds=3.0).run(work, [0])
     assert time.monotonic() - began < 3.0 + 3.0
-
-
-def row_of_its_own(ops: EmulatedOps, links: Links) -> None:
-    """A sum of what its product should have sent to all, as nobody did."""
-    x, weight = ops.array(np.zeros((1, 576), np.float32)), vector_of(ops, np.ones(576, np.float32))
-    group.all_reduce_norm(ops, links, None, x, weight, 1e-6, ops.scratch((1, 576)), True)
-
-
-@pytest.mark.parametrize("is_before", [False, True])
-def test_what_its_own_product_did_not_send_is_not_waited_for_long(
-    norming: EmulatedOps, is_before: bool
-) -> None:
-    """is_before: nor a sum before this one that has not ended. It says of nobody else that it waits
-    for them."""
-    stage = Stage(norming, one_island(2), seconds=0.1)
-
-    def work(ops: EmulatedOps, links: Links, rank: int) -> None:
-        if is_before:
-            raw = (ctypes.c_uint8 * RECORD.itemsize).from_address(links.record)
-            np.frombuffer(raw, RECORD)["rows"][0][0] = 1
-        put_row(stage, 1, 0, np.ones(576, np.float32))
-        row_of_its_own(ops, links)
-
-    began = time.monotonic()
-    (error,) = stage.run(work, [0])
-    assert str(error) == "rank 0 has waited too long for what it sends to itself"
-    assert 0.4 < time.monotonic() - began < 20
-    assert stage.words[16] == -1
-
-
-@pytest.mark.parametrize("is_before", [False, True])
-def test_an_abort_ends_a_wait_for_itself(norming: EmulatedOps, is_before: bool) -> None:
-    stage = Stage(norming, one_island(2))
-
-    def work(ops: EmulatedOps, links: Links, rank: int) -> None:
-        if rank == 0:
-            if is_before:
-                raw = (ctypes.c_uint8 * RECORD.itemsize).from_address(links.record)
-                np.frombuffer(raw, RECORD)["rows"][0][0] = 1
-            row_of_its_own(ops, links)
-        else:
-            time.sleep(0.3)
-            stage.words[0] = 1
-
-    error, _ = stage.run(work)
-    assert str(error) == "the group was ended while rank 0 waited for rank 0"
 
 
 def test_an_abort_ends_a_wait(ops: EmulatedOps) -> None:

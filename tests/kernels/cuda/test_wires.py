@@ -363,15 +363,29 @@ def test_ranks_meet_between_what_loads_and_what_waits(monkeypatch: pytest.Monkey
     before = [f"{what} {kernel}" for what in ("load", "record") for kernel in kernels]
     replays = ["replay"] * 2 * (1 + proof.REPEATS)
     assert ops.log == [*before, "synchronize", "meet", *replays, "meet"]
-    ops.log.clear()
-    assert not proof.push_pays(ops, links, group)
-    kernels = ["matmul_stream", "group_sum_norm"] * 2
-    before = [f"{what} {kernel}" for what in ("load", "record") for kernel in kernels]
-    assert ops.log == ["meet", *before, "synchronize", "meet", *replays, "meet"]
-    ops.arch = 70
-    ops.log.clear()
-    assert not proof.push_pays(ops, links, group)
-    assert ops.log == ["meet"]
+
+
+@pytest.mark.parametrize("missing", ["", "process", "link", "memory", "arch", "other"])
+def test_products_make_sums_where_all_ranks_are_near(
+    wires: Any, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setattr(wires.proof, "norm_pays", lambda *_: False)
+    told: list[bytes] = []
+
+    def exchange(data: bytes) -> list[bytes]:
+        told.append(data)
+        return [data, data, bytes([missing != "other"])]
+
+    group: Any = SimpleNamespace(exchange=exchange, rank=0, ranks=3)
+    ops: Any = SimpleNamespace(arch=75 if missing == "arch" else 80)
+    own = wires.Wires(ops, group, SimpleNamespace(), are_apart=missing != "process")
+    own.is_linked = [True, True, missing != "link"]
+    own.by_host = np.zeros((3, 3), bool)
+    own.by_host[0, 1] = missing == "memory"
+    links = Links(1, 0, 3, Islands(((0, 1, 2),)), np.zeros(2, np.uint32))
+    wires._choose(own, links)
+    assert links.tails == (not missing)
+    assert told == [bytes([missing in ("", "other")])]
 
 
 def test_nodes_with_cpus_and_memory(tmp_path: Path) -> None:
