@@ -22,6 +22,7 @@ from cupy_backends.cuda.api import driver
 from cupy_backends.cuda.libs import cublas
 from voltapile.kernels.cuda import submit
 from voltapile.kernels.cuda.cublas import WORKSPACE, Library, LibraryError, load_cublas
+from voltapile.kernels.cuda.trail import Trail
 
 # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY, CUBLAS_STATUS_ALLOC_FAILED
 NO_MEMORY = {
@@ -100,7 +101,7 @@ class Function:
             driver.funcSetAttribute(self._function.ptr, MAX_DYNAMIC_SHARED, shared)
             self._shared = shared
         is_wide = 4 * math.prod(grid) >= 3 * self._device.multiprocessors
-        self._device.held = self._registers * block if is_wide else 0
+        self._device.trail.add(self._registers * block if is_wide else 0)
         follows_call, self._device.follows_call = self._device.follows_call, False
         if self._early is not None and not follows_call:
             self._early.launch(grid, block, args, shared, self._device.stream.ptr)
@@ -167,7 +168,7 @@ class Device:
         self.total_bytes: int = facts["totalGlobalMem"]
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.follows_call = False  # what comes next has no kernel before it to start beside
-        self.held = 0  # see launch.Launcher
+        self.trail = Trail()
         self._modules: list[Any] = []
         self._library: Library | None = None
 
@@ -228,7 +229,7 @@ class Device:
         self, weight: int, x: int, out: int, shape: tuple[int, int, int], factor: float, adds: bool
     ) -> None:
         """See Library."""
-        self.held = 0
+        self.trail.add(0)
         with room_for("cuBLAS", self.taken):
             self.open_library().product(weight, x, out, shape, factor, adds)
 

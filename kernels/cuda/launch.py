@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from voltapile.kernels.cuda.trail import Trail
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,7 @@ class Launcher(Protocol):
 
     multiprocessors: int
     arch: int  # compute capability as 70, 75, 90: of the machine code that runs
-
-    @property
-    def held(self) -> int:
-        """Registers of a multiprocessor that the last launch holds until it ends; 0 if it leaves
-        many of them free."""
+    trail: Trail  # what was launched before
 
     def kernel(self, instance: Instance) -> Kernel: ...
 

@@ -17,6 +17,8 @@ from voltapile.kernels.cuda import clusters, gemm, records, stream, wide
 from voltapile.kernels.cuda.chunks import CHUNKS, Chunk, max_shared
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher, Line
 from voltapile.kernels.cuda.norms import late_norm
+from voltapile.kernels.cuda.trail import Tiles
+from voltapile.shm.formats import row_bytes
 
 PLAIN, ADD, SILU, GELU = range(4)
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU}
@@ -305,17 +307,18 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
             return False
     matrices, ends = stream.placed(task, launch.others, launch.matrices)
     kernel = ops.kernel(deal.instance(task.pair, bool(launch.line)))
-    early = stream.EARLY if ops.held > stream.LEFT else deal.depth
+    early = stream.EARLY if ops.trail.held > stream.LEFT else deal.depth
     numbers = task.columns, task.tokens, launch.epilogue, *ends, deal.first_other, deal.depth, early
     read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
-    kernel(
-        (deal.blocks,),
-        deal.threads,
-        (*matrices, read, *map(np.int32, numbers), gain, *shares, *launch.line),
-        shared=deal.shared,
-    )
+    ptr, _, _, rows = map(int, launch.matrices[:4])
+    row = row_bytes(task.pair[launch.others & 1], task.columns)
+    own = Tiles(ptr, stream.ROWS * row, rows // stream.ROWS)
+    behind = ops.trail.behind(own, deal.turns(task) <= early) if launch.line else ()
+    ops.trail.note(own, bool(launch.line))
+    args = (*matrices, read, *map(np.int32, numbers), gain, *shares, *launch.line, *behind)
+    kernel((deal.blocks,), deal.threads, args, shared=deal.shared)
     return True
 
 
@@ -354,10 +357,7 @@ def _wide(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
         ops.kernel(wide.WIDE[task.pair, int(deal.room > wide.PASS)])(
             (deal.blocks, -(-task.tokens // deal.room)),
             32 * stream.WARPS,
-            (
-                *(*launch.matrices, own, other),
-                *map(np.int32, (*numbers, deal.first_other)),
-            ),
+            (*launch.matrices, own, other, *map(np.int32, (*numbers, deal.first_other))),
             shared=deal.shared,
         )
     return True

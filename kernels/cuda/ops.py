@@ -63,6 +63,7 @@ class CudaOps(CudaPositions, CudaCollectives):
         choices: Mapping[str, str] | None = None,
     ) -> None:
         self.device = Device(number)
+        self.trail = self.device.trail
         self._loader = Loader(self.device, ptx)
         self.multiprocessors, self.arch = self.device.multiprocessors, self._loader.arch
         found = choices or {}
@@ -87,10 +88,6 @@ class CudaOps(CudaPositions, CudaCollectives):
         return self._scratch.peak
 
     # --- what launchers use (launch.Launcher) -------------------------------------------------
-    @property
-    def held(self) -> int:
-        return self.device.held
-
     def kernel(self, instance: Instance) -> Kernel:
         self._catch_up()
         return self._loader.kernel(instance)

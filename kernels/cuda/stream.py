@@ -117,6 +117,11 @@ class Deal:
     def threads(self) -> int:
         return 32 * self.teams * self.warps
 
+    def turns(self, task: Task) -> int:
+        """Chunks that a warp takes one after the other, at most."""
+        units = -(-(task.units + task.others) // (self.teams * self.blocks))
+        return units * task.tiles * -(-task.columns // (256 * self.warps))
+
     def instance(self, pair: tuple[str, str], is_tail: bool = False) -> Instance:
         found = STREAM[pair, self.teams] if self.warps == WARPS else BROAD[pair]
         found = ALONE.get(found, found) if self.is_alone else found

@@ -184,12 +184,34 @@ struct Ending {
   }
 };
 
+// What comes behind a product. A block asks the L2 cache for some bytes of it when memory has
+// little to do: when all its own weights are on their way (early), and while it waits for other
+// ranks (late); for so few that nothing else waits for them long.
+struct Sequel {
+  const std::uint8_t* weights;
+  int stride, tiles;  // of a tile; how many there are, one for each block
+  int early, late;    // bytes
+
+  // By a warp that is together.
+  __device__ __forceinline__ void ask_early(int block) const { ask(block, 0, early); }
+  __device__ __forceinline__ void ask_late(int block) const { ask(block, early, late); }
+
+ private:
+  __device__ __forceinline__ void ask(int block, int first, int bytes) const {
+#if VP_ARCH >= 900 && !defined(VP_EMULATION)
+    if (bytes == 0 || block >= tiles || !is_elected()) return;
+    const std::uint8_t* from = weights + static_cast<long long>(block) * stride + first;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+  }
+};
+
 // All units of this block, of those that are dealt to `blocks`.
 // Shared memory: a bell for each place of each ring and one for gains, rings, tokens, sums, gains.
 template <class F>
 __device__ __forceinline__ void stream(const Product& all, Norm norm, const Tail& tail,
                                        const Units& units, int block, int blocks, int depth,
-                                       int early, std::uint8_t* shared) {
+                                       int early, const Sequel& sequel, std::uint8_t* shared) {
   using M = TileMemory<F>;
   constexpr int ALL_WARPS = TEAMS * WARPS, BELLS = aligned(8 * (DEPTH * ALL_WARPS + 1));
   // One number for the whole warp: branches on it need no code for lanes that go apart.
@@ -228,20 +250,20 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Tail
   Ending ending(units, 32 * warp + lane);
   if (ONE) ending.find(unit);  // where there are registers to keep it in
 
-  // A sum over ranks is finished a turn later, while others' parts of it come; so there is one
-  // more turn, of no unit.
-  const int end = TAIL ? units.count + step : units.count;
-  float sent = 0;
+  float sent = 0;  // of a sum over ranks, which is finished while others' parts of it come
   // The first turn waits, and stages tokens: what turns have in common is then ready before that.
-  for (int count = 0; count == 0 || unit < end; ++count, unit += step) {
+  for (int count = 0; count == 0 || unit < units.count; ++count, unit += step) {
     if (count == 0) {
-      stage<F>(all, norm, tokens, warp_of_block, lane, [&] { fill(early, depth); });
+      stage<F>(all, norm, tokens, warp_of_block, lane, [&] {
+        fill(early, depth);
+        if (TAIL && warp_of_block == WARPS - 1) sequel.ask_early(block);
+      });
       __syncthreads();
       if (unit >= units.count) break;
     }
     // Two sets of sums in turn, so that a set is read while the next is made.
     float* set = same_memory(sums + (count & 1) * WARPS * subs * one);
-    for (int sub = 0; sub < subs && (!TAIL || unit < units.count); ++sub) {
+    for (int sub = 0; sub < subs; ++sub) {
       float total[PASSES][Tile::VALUES] = {};
 #pragma unroll 1
       for (int chunk = warp; chunk < chunks; chunk += WARPS) {
@@ -262,8 +284,13 @@ __device__ __forceinline__ void stream(const Product& all, Norm norm, const Tail
     meet_team(team);
     if (!ONE) ending.find(unit);
     if (TAIL) {
-      const float part = unit < units.count ? ending.send(set, unit, tail) : 0;
-      if (count > 0) ending.settle(sent, unit - step, tail);
+      const float part = ending.send(set, unit, tail);
+      const bool is_last = unit + step >= units.count;
+      if (is_last && warp_of_block == WARPS - 1) sequel.ask_late(block);
+      // What the turn before has sent, and in the last turn what this one has.
+#pragma unroll 1
+      for (int back = count > 0; back >= !is_last; --back)
+        ending.settle(back ? sent : part, unit - back * step, tail);
       sent = part;
     } else {
       ending.write(set);
@@ -281,7 +308,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int count, int other_first, int other_second, int other_count, int first_other,
                   int depth, int early, const float* gain, float eps, float share
 #if TAIL
-                  , Group* group, int rank, int ranks
+                  , Group* group, int rank, int ranks, const std::uint8_t* next,
+                  int next_stride, int next_tiles, int next_early, int next_late
 #endif
                   ) {
 #if VP_ARCH >= 800
@@ -294,18 +322,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Norm norm{TAIL ? nullptr : gain, eps, share};
 #if TAIL
   const Tail tail{group, rank, ranks};
+  const Sequel sequel{next, next_stride, next_tiles, next_early, next_late};
 #else
   const Tail tail{};
+  const Sequel sequel{};
   grid_launch();
 #endif
   constexpr bool IS_SAME = Equal<formats::FORMAT, formats::OTHER>::value;
   const int block = blockIdx.x, blocks = gridDim.x;
   if (!IS_SAME && block >= first_other)
     stream<formats::OTHER>(all, norm, tail, {all, other_first, other_second, other_count},
-                           block - first_other, blocks - first_other, depth, early,
+                           block - first_other, blocks - first_other, depth, early, sequel,
                            memory);
   else
     stream<formats::FORMAT>(all, norm, tail, {all, first, second, count}, block,
-                            IS_SAME ? blocks : first_other, depth, early, memory);
+                            IS_SAME ? blocks : first_other, depth, early, sequel, memory);
 #endif
 }

@@ -24,6 +24,7 @@ from voltapile.kernels.cuda import tiles
 from voltapile.kernels.cuda.compile import source_of
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Kernel
 from voltapile.kernels.cuda.submit import Arguments
+from voltapile.kernels.cuda.trail import Trail
 from voltapile.shm.formats import row_bytes
 
 HERE = Path(__file__).parent
@@ -82,7 +83,6 @@ class EmulatedOps:
     """Memory is numpy's; kernels are compiled into `folder`."""
 
     multiprocessors = 4
-    held = 0
     tiles = True  # False: matrices lie row by row, as those that are not whole tiles
 
     def __init__(self, arch: int, folder: Path, max_shared: int) -> None:
@@ -91,6 +91,7 @@ class EmulatedOps:
         self._kept: list[DeviceArray] = []
         self.launched: list[tuple[Instance, tuple[int, ...], int]] = []
         self.arguments: list[tuple[Any, ...]] = []
+        self.trail = Trail()
         self._library = functools.cache(self._compiled)
 
     def kernel(self, instance: Instance) -> Kernel:
@@ -99,6 +100,7 @@ class EmulatedOps:
         def call(grid: tuple[int, ...], block: int, args: tuple[Any, ...], shared: int = 0) -> None:
             self.launched.append((instance, grid, shared))
             self.arguments.append(args)
+            self.trail.add(0)
             assert shared <= self.max_shared, (instance.name, shared)
             if instance.waits:
                 Arguments(args)  # what an early launch can take

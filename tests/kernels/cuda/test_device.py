@@ -259,7 +259,7 @@ def test_what_a_launch_holds_of_the_multiprocessors(fake_cupy: Any, gpu: Any) ->
     kernel, held = card.function(b"", "plain"), []
     for grid in ((60,), (59,), (2, 40)):
         kernel(grid, 128, ())
-        held.append(card.held)
+        held.append(card.trail.held)
     assert held == [12800, 0, 12800]
 
 

@@ -80,9 +80,7 @@ def test_bits_are_those_of_rows(
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("is_normed", [False, True])
-def test_what_begins_late_has_the_same_bits(
-    arch: int, is_normed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_begins_late_has_the_same_bits(arch: int, is_normed: bool, folder: Path) -> None:
     """Rings are filled in two steps then, two places one by one."""
     ops, (rows, columns) = ops_of(arch, folder), (176, 4352)
     weight = ops.weight(random_raw("Q8_0", rows, columns), "Q8_0", (rows, columns))
@@ -90,7 +88,7 @@ def test_what_begins_late_has_the_same_bits(
     gain = ops.weight(gains.view(np.uint8), "F32", gains.shape)
     x, found = ops.array(activations(2, columns)), []
     for held, early in ((stream.LEFT, 1000), (stream.LEFT + 1, stream.EARLY)):
-        monkeypatch.setattr(ops, "held", held)
+        ops.trail.add(held)
         read = LateNorms().norm(ops, x, gain, 1e-6) if is_normed else x
         found.append(ops.to_host(matmul.linear(ops, read, weight)))
         depth, places = (int(each) for each in ops.arguments[-1][DEPTH_AT : DEPTH_AT + 2])
