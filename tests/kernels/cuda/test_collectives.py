@@ -12,6 +12,7 @@ from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance
 from voltapile.kernels.cuda.links import Islands, Links
 from voltapile.kernels.cuda.norms import norm_of
+from voltapile.kernels.cuda.trail import Trail
 
 
 class Alone(CudaCollectives):
@@ -22,7 +23,7 @@ class Alone(CudaCollectives):
     def __init__(self, ranks: int = 3, exact: int | None = None) -> None:
         self.launched: list[str] = []
         self.instances: list[Instance] = []
-        self.exact = exact
+        self.exact, self.trail = exact, Trail()
         report = np.zeros(2, np.uint32)
         self._links = Links(1, 0, ranks, Islands((tuple(range(ranks)),)), report)
         self._links.norms = True
