@@ -38,6 +38,7 @@ HOST_PORTABLE, HOST_MAPPED = 1, 2  # cudaHostRegister's flags
 CLOCK_RATE = 13  # cudaDevAttrClockRate, in kHz
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+ALL_REGISTERS = 65536  # of a multiprocessor
 REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS, of a thread
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 SHARED_WITHOUT_ASKING = 48 << 10
@@ -100,13 +101,19 @@ class Function:
         if shared > self._shared:
             driver.funcSetAttribute(self._function.ptr, MAX_DYNAMIC_SHARED, shared)
             self._shared = shared
-        is_wide = 4 * math.prod(grid) >= 3 * self._device.multiprocessors
-        self._device.trail.add(self._registers * block if is_wide else 0)
+        self._device.trail.add(self._held(math.prod(grid), self._registers * block))
         follows_call, self._device.follows_call = self._device.follows_call, False
         if self._early is not None and not follows_call:
             self._early.launch(grid, block, args, shared, self._device.stream.ptr)
             return
         self._function(grid, (block,), args, shared_mem=shared, stream=self._device.stream)
+
+    def _held(self, blocks: int, registers: int) -> int:
+        """See trail.Trail. registers: of a block."""
+        if 4 * blocks < 3 * self._device.multiprocessors:
+            return 0
+        together = min(-(-blocks // self._device.multiprocessors), ALL_REGISTERS // registers)
+        return registers * max(1, together)
 
 
 class Lane:

@@ -346,9 +346,10 @@ def _down(
     tiled, shared_tiled = layer.down_tiled
     numbers = used, columns, rows, int(adds), tiled + 2 * shared_tiled
     kind = DOWN[layer.down_pair, layer.is_alone]
+    units = rows // 16
     ops.kernel(TAILS[kind] if line else kind)(
-        (rows // 16, tokens),
-        32 * layer.down_warps(used, rows // 16 * tokens > ops.multiprocessors),
+        (tokens, units) if line else (units, tokens),
+        32 * layer.down_warps(used, units * tokens > ops.multiprocessors),
         (
             *(*layer.table.args, chosen.ptr, shares.ptr, inner[0].ptr, out.ptr),
             *(*map(np.int32, numbers), *layer.down_args(inner[1]), np.int32(layer.shared_columns)),

@@ -306,10 +306,10 @@ def streamed(ops: Launcher, x: DeviceArray, launch: Launch) -> bool:
         if deal is None:
             return False
     matrices, ends = stream.placed(task, launch.others, launch.matrices)
+    read = x.ptr if norm is None else norm.x.ptr
     kernel = ops.kernel(deal.instance(task.pair, bool(launch.line)))
     early = stream.EARLY if ops.trail.held > stream.LEFT else deal.depth
     numbers = task.columns, task.tokens, launch.epilogue, *ends, deal.first_other, deal.depth, early
-    read = x.ptr if norm is None else norm.x.ptr
     gain, eps = (0, 0.0) if norm is None else (norm.weight.ptr, norm.eps)
     shares = np.float32(eps), np.float32(1) / np.float32(task.columns)
     ptr, _, _, rows = map(int, launch.matrices[:4])

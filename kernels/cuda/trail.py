@@ -3,7 +3,8 @@ leaves it room, and which product came next the last time.
 
 A product that makes the sum over ranks waits for them in the end and reads nothing meanwhile, so
 it may ask the L2 cache for some of the product behind it (csrc/matmul_stream.cu). Which one that is
-is the same in every step: it is learned from the launches of the one before. A wrong guess costs
+is the same in every step: it is learned from the launches of the one before, of which none need
+have been real. A wrong guess costs
 time and changes no bits. Knows addresses and numbers alone.
 """
 

@@ -92,10 +92,11 @@ def open_links(ops: proof.Prover, group: Group) -> Links:
 
 
 def _choose(wires: Wires, links: Links) -> None:
-    """Which ways of a sum are the fastest. These let the kernels behind them start
-    before they wait themselves (csrc/grid.cuh), so that a long chain is on the GPU at once: ranks
-    that share it must all find room there, and it has places for 128 kernels; and a product that
-    waits for other ranks' has multiprocessors meanwhile. So such ranks keep to what holds few."""
+    """Which ways sums go: those with norms where they are measured to be faster. Both ways let the
+    kernels behind them start before they wait themselves (csrc/grid.cuh), so that a long chain is
+    on the GPU at once: ranks that share it must all find room there, and it has places for 128
+    kernels; and a product that waits for other ranks' has multiprocessors meanwhile. So such ranks
+    keep to what holds few."""
     if wires.are_apart:
         links.norms = proof.norm_pays(wires.ops, links, wires.group)
     links.tails = all(each[0] for each in wires.group.exchange(bytes([_has_tails(wires)])))

@@ -63,9 +63,7 @@ __device__ __forceinline__ void await_own(Bell* bell, bool is_odd) {
 // that it has met since: copies come another way than loads and stores (the async proxy), and a
 // meeting alone does not order them behind those.
 __device__ __forceinline__ void order_copies() {
-#ifndef NO_PROXY_FENCE
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
 }
 // A multiple of 16 bytes of global memory to this block's shared memory; the bell hears of them. By
 // one thread, the one that has made the bell or one that has met it since.

@@ -121,7 +121,7 @@ extern "C" __global__ void BOUNDS
   __shared__ Kept of_experts;
   __shared__ Bell bells[MOST_USED + 1];
   const int warp = own_warp(), lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-  const long long token = blockIdx.y, unit = blockIdx.x;
+  const long long token = TAIL ? blockIdx.x : blockIdx.y, unit = TAIL ? blockIdx.y : blockIdx.x;
 #if TAIL
   const Tail tail{group, rank, ranks};
 #else

@@ -9,9 +9,10 @@
 // (attention_decode.cu, sample.cu; angles: attention_heads.cu, sparse_index.cu), and states that
 // an earlier step left (delta_row.cu, delta_pair.cu). The wait is for all kernels before, for each
 // of them has waited too; so no kernel may end without. grid_launch() lets the next kernel start,
-// as soon as every block has called it or ended; it promises nothing about what was written. Where
-// a product comes next, whose blocks ask for some 70 KB each when they start, a kernel lets it
-// start when it has asked for what it needs itself. Before sm_90 both are nothing.
+// as soon as every block has called it or ended; it promises nothing about what was written. A
+// product's blocks ask for some 70 KB each when they start, and whatever is asked for then waits
+// for it: attention_decode.cu and delta_pair.cu let it start when they have asked for what they
+// need. Before sm_90 both are nothing.
 #pragma once
 
 namespace voltapile {

@@ -7,8 +7,8 @@
 // halves, one exchange takes the one and the next the other; a peer sends exchange n + 2 when its
 // kernel of n + 1 has ended, which saw all that this rank sent for n + 1, and this rank sent that
 // when its kernel of n had ended.
-// Blocks wait for tiles that others make: so blocks are all there at once or start in the same
-// order on all ranks, and whoever makes several tiles makes them in their order.
+// Blocks wait for tiles that others make: so all blocks are there at once, or they start in the
+// order of their tiles, of whatever token, and whoever makes several makes them in that order.
 #pragma once
 #include "grid.cuh"
 #include "group.cuh"

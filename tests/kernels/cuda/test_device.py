@@ -257,10 +257,10 @@ def test_what_a_launch_holds_of_the_multiprocessors(fake_cupy: Any, gpu: Any) ->
 
     card = device.Device(0)
     kernel, held = card.function(b"", "plain"), []
-    for grid in ((60,), (59,), (2, 40)):
+    for grid in ((60,), (59,), (2, 40), (3, 60), (1000,)):
         kernel(grid, 128, ())
         held.append(card.trail.held)
-    assert held == [12800, 0, 12800]
+    assert held == [12800, 0, 12800, 3 * 12800, 5 * 12800]
 
 
 def test_host_memory_that_two_ranks_of_a_process_ask_for(gpu: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import expert_stream, group, matmul, stream
+from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.collectives import CudaCollectives
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance
 from voltapile.kernels.cuda.links import FLAGS_AT, ROOM, TAILS_AT, Islands, Links
@@ -24,11 +25,11 @@ from .emulation import EmulatedOps, has_compiler
 from .test_group import Stage, check, one_island, parts_of, vector_of
 
 
-@pytest.fixture(scope="module")
-def tailing(folder: Path) -> EmulatedOps:
+@pytest.fixture(scope="module", params=[90, 80])
+def tailing(folder: Path, request: pytest.FixtureRequest) -> EmulatedOps:
     if not has_compiler():
         pytest.skip("there is no g++")
-    ops = EmulatedOps(90, folder, 227 << 10)
+    ops = EmulatedOps(request.param, folder, max_shared(request.param))
     for each in (group.SUM, group.SUM_NORM, group.TAIL):
         ops.kernel(each)
     for name in ("Q8_0", "Q4_K"):
@@ -122,11 +123,11 @@ def test_a_sum_of_what_lies_in_memory(tailing: EmulatedOps, tokens: int, n: int)
     assert is_empty(stage)
 
 
-@pytest.fixture(scope="module")
-def experts(folder: Path) -> EmulatedFamilies:
+@pytest.fixture(scope="module", params=[90, 80])
+def experts(folder: Path, request: pytest.FixtureRequest) -> EmulatedFamilies:
     if not has_compiler():
         pytest.skip("there is no g++")
-    ops = EmulatedFamilies(90, folder, 227 << 10)
+    ops = EmulatedFamilies(request.param, folder, max_shared(request.param))
     kind = expert_stream.DOWN[("Q8_0", "Q8_0"), True]
     for each in (group.SUM, group.TAIL, kind, expert_stream.TAILS[kind]):
         ops.kernel(each)

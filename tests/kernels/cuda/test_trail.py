@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+from voltapile.kernels.cuda.launch import Instance
 from voltapile.kernels.cuda.trail import EARLY, LATE, Tiles, Trail
 
 ASKING, NEXT, OTHER = Tiles(1000, 1 << 16, 8), Tiles(2000, 1 << 15, 5), Tiles(3000, 1 << 16, 9)
@@ -34,8 +38,26 @@ def test_another_launch_between_keeps_it_unknown() -> None:
     assert not any(trail.behind(ASKING, True))
 
 
-def test_a_rehearsal_launches_nothing_and_teaches_nothing() -> None:
+def test_a_product_that_is_not_launched_is_no_launch() -> None:
     trail = Trail()
     trail.note(ASKING, asks=True)
     trail.note(NEXT, asks=False)
     assert not any(trail.behind(ASKING, True))
+
+
+def test_a_rehearsal_teaches_what_comes_behind(
+    fake_cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_cupy.install(monkeypatch, fake_cupy.Gpu())
+    from voltapile.kernels.cuda.device import Device
+    from voltapile.kernels.cuda.loader import Loader
+
+    card = Device(0)
+    loader = Loader(card, None)
+    monkeypatch.setattr("voltapile.kernels.cuda.loader.compile_all", lambda *_: [b""])
+    with loader.rehearse():
+        for product in (ASKING, NEXT):
+            kernel = loader.kernel(Instance("a.cu", "a"))
+            card.trail.note(product, product is ASKING)
+            kernel((1,), 32, ())
+    assert card.trail.behind(ASKING, False)[0] == NEXT.ptr
