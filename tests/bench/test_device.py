@@ -52,7 +52,7 @@ def test_what_the_sanitizer_sees_is_there() -> None:
 def test_a_kind_that_is_not_there_runs_nothing(tmp_path: Path) -> None:
     """Pytest without a name would spend the device's minutes on all tests there are."""
     functions = SCRIPT.read_text().partition("\nrun setup\n")[0].partition("\nsummary=()\n")[2]
-    begun = f"out={tmp_path}; python=python3; summary=()"
+    begun = f"out={tmp_path}; sanitizer={tmp_path}; python=python3; summary=()"
     stage = 'stage() { summary+=("ran $2 with ${@: -1}"); }'
     asked = 'run sanitize; printf "%s\\n" "${summary[@]}"'
     done = subprocess.run(

@@ -25,7 +25,11 @@ from .emulation import EmulatedOps, has_compiler
 from .test_group import Stage, check, one_island, parts_of, vector_of
 
 
-@pytest.fixture(scope="module", params=[90, 80])
+# Each compiles some twenty kernels of its own.
+ARCHS = [90, pytest.param(80, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=ARCHS)
 def tailing(folder: Path, request: pytest.FixtureRequest) -> EmulatedOps:
     if not has_compiler():
         pytest.skip("there is no g++")
@@ -123,7 +127,7 @@ def test_a_sum_of_what_lies_in_memory(tailing: EmulatedOps, tokens: int, n: int)
     assert is_empty(stage)
 
 
-@pytest.fixture(scope="module", params=[90, 80])
+@pytest.fixture(scope="module", params=ARCHS)
 def experts(folder: Path, request: pytest.FixtureRequest) -> EmulatedFamilies:
     if not has_compiler():
         pytest.skip("there is no g++")
