@@ -24,7 +24,6 @@ from .emulated_families import EmulatedFamilies
 from .emulation import EmulatedOps, has_compiler
 from .test_group import Stage, check, one_island, parts_of, vector_of
 
-
 # Each compiles some twenty kernels of its own.
 ARCHS = [90, pytest.param(80, marks=pytest.mark.slow)]
 
