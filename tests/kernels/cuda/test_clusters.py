@@ -76,6 +76,7 @@ def test_bits_are_those_of_rows(
         assert (error <= tolerance(x, values, name)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("boxes", [1, 2])
 def test_sums_wait_for_their_readers(
@@ -105,6 +106,7 @@ def test_warps_may_drift_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(*got)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_way")
 def test_more_rows_than_a_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ops_of(90, folder)
@@ -177,6 +179,7 @@ def test_what_lies_row_by_row_is_left_to_others(folder: Path) -> None:
     assert ops.launched[-1][0] in matmul.ROWS.values()
 
 
+@pytest.mark.slow
 def test_rows_that_nobody_else_reads_are_not_written(folder: Path) -> None:
     ops, columns = ops_of(90, folder), 768
     gain, x = vector(ops, columns, 2), residual(ops, 11, columns)
