@@ -110,7 +110,9 @@ struct Arrivals {
   }
   __device__ __forceinline__ void begin() const {
 #if VP_ARCH >= 900
-    if (lane < DEPTH) make_bell(bells + lane);
+    if (is_elected())  // by one thread: matmul_cluster.cu tells why
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i) make_bell(bells + i);
     tell_bells();
     __syncwarp();
 #endif
