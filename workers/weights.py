@@ -286,6 +286,18 @@ def _taken(data: np.ndarray, ranges: Sequence[Sequence[int]], axis: int) -> np.n
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
 
 
+# Of a part of a tensor's name: what its values lie around, and how far off at most. Decays of
+# delta nets are negative: else a state grows with each token until it is infinite, logits are NaN,
+# and all tokens take the same experts.
+AROUND = {
+    "norm": (1.0, 0.1),
+    "ssm_a": (-2.25, 1.75),
+    "conv1d": (0.0, 0.5),
+    "bias": (0.0, 0.02),
+    "shexp": (0.0, 0.02),
+}
+
+
 class DummyWeights(FileWeights):
     """Random values in the shapes of a file whose data are not there, for measurements."""
 
@@ -293,7 +305,8 @@ class DummyWeights(FileWeights):
         make = getattr(self.ops, "dummy_weight", None)
         if make is None:
             raise ValueError(f"the {self.ops.name} backend makes no dummy weights")
-        weight: Weight = make(self.gguf.tensors[name].type_name, shape)
+        around = next((values for part, values in AROUND.items() if part in name), None)
+        weight: Weight = make(self.gguf.tensors[name].type_name, shape, around)
         return weight
 
     def _made(self, data: np.ndarray, type_name: str, columns: int) -> Weight:

@@ -99,15 +99,23 @@ class Load:
 
 
 def run_ahead(engine: Driven, steps: Sequence[Step]) -> None:
-    """One Step is submitted while the one before it is computed, as a worker does."""
+    """One Step is submitted while the one before it is computed, as a worker does. Raises
+    RuntimeError where a stream ends before its time: what comes after would be as fast as behind
+    no context, and would take the same experts for all."""
     before = None
     for step in steps:
         pending = engine.submit(step)
         if before is not None:
-            engine.collect(before)
+            check(engine.collect(before))
         before = pending
     if before is not None:
-        engine.collect(before)
+        check(engine.collect(before))
+
+
+def check(result: Result) -> None:
+    for row in result.rows:
+        if not row.tokens or row.finish:
+            raise RuntimeError(f"stream {row.slot} ended: {row.error or row.finish or 'no token'}")
 
 
 class Watched:

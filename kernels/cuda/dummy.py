@@ -33,13 +33,17 @@ PLAIN = {"F32": 4, "F16": 2, "BF16": 3}
 MATRIX_SIZE, THREADS = 0.02, 256
 
 
-def fill(ops: Launcher, weight: CudaWeight, seed: int) -> None:
-    """Random values in `weight`. Raises ValueError for a format that has no scales here."""
+def fill(
+    ops: Launcher, weight: CudaWeight, seed: int, around: tuple[float, float] | None = None
+) -> None:
+    """Random values in `weight`. around: what those of a format without blocks lie around, and how
+    far off at most; None: a vector's are a norm's gains, others a matrix's. Raises ValueError for
+    a format that has no scales here."""
     kind = format_of(weight.type_name)
     blocks = weight.nbytes // kind.block_bytes
     grid = (-(-blocks // THREADS),)
     if weight.type_name in PLAIN:
-        size, middle = (0.1, 1.0) if weight.is_vector else (MATRIX_SIZE, 0.0)
+        middle, size = around or ((1.0, 0.1) if weight.is_vector else (0.0, MATRIX_SIZE))
         numbers = np.int32(PLAIN[weight.type_name]), np.float32(size), np.float32(middle)
         ops.kernel(VALUES)(grid, THREADS, (weight.ptr, np.int64(blocks), *numbers, np.uint64(seed)))
         return

@@ -173,15 +173,17 @@ class CudaOps(CudaPositions, CudaCollectives):
         shape = stop - start, weight.shape[1]
         return replace(weight, shape=shape, nbytes=0, ptr=weight.ptr + start * weight.row_bytes)
 
-    def dummy_weight(self, type_name: str, shape: tuple[int, ...]) -> CudaWeight:
-        """Random values instead of a file's, for measurements."""
+    def dummy_weight(
+        self, type_name: str, shape: tuple[int, ...], around: tuple[float, float] | None = None
+    ) -> CudaWeight:
+        """Random values instead of a file's, for measurements; around: dummy.fill's."""
         type_name = "F32" if len(shape) == 1 else REPACKED.get(type_name, type_name)
-        return self.fill(self._place(type_name, shape))
+        return self.fill(self._place(type_name, shape), around)
 
-    def fill(self, weight: CudaWeight) -> CudaWeight:
+    def fill(self, weight: CudaWeight, around: tuple[float, float] | None = None) -> CudaWeight:
         """Random values over its own; the same on every rank that makes the same calls."""
         self._dummies += 1
-        dummy.fill(self, weight, self._dummies)
+        dummy.fill(self, weight, self._dummies, around)
         return weight
 
     def kv_cache(

@@ -46,3 +46,14 @@ def test_every_position_counts(mini: Path, engine_for: Callable[..., Engine]) ->
         found.append(answer(engine, pages))
     assert found[0] != found[1]
     assert found[1] == found[2]
+
+
+def test_blocks_have_keys(mini: Path, engine_for: Callable[..., Engine]) -> None:
+    """Of a layer that chooses blocks: random ones, or it would choose the first."""
+    engine = engine_for(mini / "qwen4exp/model-f16.gguf", "cpu", batch_tokens=64)
+    fill_caches(engine, 1, [[1, 2, 3, 4]], DEPTH)
+    indexes = [layer.index for layer in engine.caches.layers if layer.index is not None]
+    assert indexes
+    for index in indexes:  # pooled [page, dimension, block]
+        found = index.pooled[1:5].any(axis=1).reshape(-1)
+        assert found.tolist() == [i < DEPTH // index.block for i in range(len(found))]

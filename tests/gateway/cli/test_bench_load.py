@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from voltapile.gateway.cli.bench_load import Load, gpu_idle
-from voltapile.workers.protocol import Step
+from voltapile.workers.protocol import Result, Sampled, Step
 
 Make = Callable[..., Any]
 
@@ -111,3 +111,19 @@ def test_pauses_between_recorded_steps(load: Make) -> None:
                                  scope=ops.scope, begin=ops.begin, sample=ops.sample)  # fmt: skip
     assert gpu_idle(one, prompts(2, 10)) == pytest.approx((1 + 0.5) / 10)
     assert engine.graphs == graphs
+
+
+def test_streams_that_end_early_end_the_bench(load: Make) -> None:
+    """Slots that have ended are computed on, but behind no context."""
+    one = load(2, 5)
+    collect = one.engine.collect
+
+    def ended(pending: Any) -> Result:
+        result = collect(pending)
+        if len(one.steps) > 3 and result.rows:
+            result.rows[1] = Sampled(slot=1, finish="error", error="rank 0: non-finite logits")
+        return result
+
+    one.engine.collect = ended
+    with pytest.raises(RuntimeError, match="stream 1 ended: rank 0: non-finite logits"):
+        one.run(prompts(2, 70))
