@@ -94,7 +94,7 @@ build() {
 
 arch() { $python -c "from voltapile.topology.gpu import probe_gpus as p; print('sm_%d' % p()[0].arch)"; }
 
-tests() { $python -m pytest -q -W default --maxfail="${MAXFAIL:-8}" --ptx "$models/ptx" -k "${SELECT:-}" "$@" -rfE --tb=short; }
+tests() { $python -m pytest -q -W default --maxfail="${MAXFAIL:-8}" --ptx="$models/ptx" -k "${SELECT:-}" "$@" -rfE --tb=short; }
 
 bench() {
   for name in $timed; do
