@@ -41,6 +41,7 @@ CHUNK = {
 INSTANCES = [*CONV.values(), *STEP.values(), *END.values(), *ROW.values(), *CHUNK.values()]
 INSTANCES += PAIR.values()
 CHUNK_COLUMNS = 64  # of a head that a block of delta_chunk takes, or all
+CHUNK_HELPERS = 128  # threads of such a block beside two for each column
 CHUNK_ROWS = 4  # at once; a recorded step does not tell how many there will be
 MOST_TAPS = 4  # of a convolution
 CONVOLVED = 4  # tokens of a block of delta_conv
@@ -236,7 +237,7 @@ def _chunks(ops: Launcher, call: _Call, c: DeviceArray, o: DeviceArray) -> None:
     sizes = call.tokens, shape.key_heads, shape.value_heads, call.is_provisional, MAX_PROVISIONAL
     ops.kernel(CHUNK[shape.dim])(
         (shape.value_heads * shape.dim // columns, rows),
-        2 * columns + 64,
+        2 * columns + CHUNK_HELPERS,
         (
             *_pointers(c, call.gates, weights.a, weights.dt, key_head_of),
             *_pointers(call.state.values[1], call.batch.slots, o),
