@@ -14,6 +14,7 @@ constexpr int HELPERS = 128;
 constexpr int PITCH = 2 * DIM + PAD, PAIR_PITCH = 2 * CHUNK + PAD;  // both halves of a row
 constexpr int TOGETHER = 4 * HELPERS / DIM;  // tokens whose keys are read at once
 constexpr int EACH = 2 * CHUNK / TOGETHER;   // fours of a chunk's keys and queries, a thread's
+constexpr int EACH_VALUE = CHUNK * COLUMNS / (4 * HELPERS);  // and of the block's values
 constexpr bool HAS_ROOM = VP_ARCH >= 800;    // in registers, for what is loaded early
 constexpr float LEAST = -200.0f;  // logarithm of a decay that is as good as 0
 // Queries and keys are of length 1 at most: times RAISE, for second halves must not be denormal.
@@ -23,20 +24,25 @@ struct Chunk {
   half_bits keys[CHUNK * PITCH], queries[CHUNK * PITCH];
   half_bits solved[CHUNK * PAIR_PITCH];  // rate / (1 + L): [t][i]
   half_bits asked[CHUNK * PAIR_PITCH];   // RAISE A: [t][i]
+  float values[CHUNK * COLUMNS];         // see value_place
 };
+// Of a token's column; lanes that read four tokens' at once meet no bank twice (before sm_75 some).
+__device__ __forceinline__ int value_place(int t, int column) {
+  return t * COLUMNS + (column ^ (8 * (t >> 1) & (COLUMNS - 1) & 24));
+}
 struct Pace {
   float logs[CHUNK], decay[CHUNK], rate[CHUNK], to_end[CHUNK];  // of G_t, G_t, and G_end / G_t
 };
 
 struct Shared {
   Chunk chunks[2];  // one in use, one in the making
-  Pace paces[4];    // and one more ahead; 4 for a quick remainder
+  Pace paces[3];    // and one more ahead
   float lower[CHUNK][CHUNK];  // L of the one in the making: [i][t]
   uint2 next[WARPS + HELPERS / 32];  // each warp's next row's first token, and long rows so far
 
   // n: of a row's chunks
   __device__ __forceinline__ Chunk& chunk(int n) { return chunks[n & 1]; }
-  __device__ __forceinline__ Pace& pace(int n) { return paces[n & 3]; }
+  __device__ __forceinline__ Pace& pace(int n) { return paces[n % 3]; }
 };
 
 // Element e of a Square: which column of the 16 it is.
@@ -97,9 +103,10 @@ struct Run {
   }
 };
 
-// A chunk's keys and queries, on their way; zeros behind the row, which change nothing.
+// A chunk's keys, queries and values, on their way; zeros behind the row, which change nothing.
 struct Coming {
   float4 fours[EACH];  // of keys, then of queries
+  float4 values[EACH_VALUE];
 
   __device__ __forceinline__ void read(const Run& run, int first) {
     const int own = first + number() / (DIM / 4), column = number() % (DIM / 4) * 4;
@@ -109,6 +116,13 @@ struct Coming {
       const unsigned at = run.place(t) + (n < EACH / 2 ? run.k : run.q) + column;
       fours[n] = *reinterpret_cast<const float4*>(run.c + at);
       if (t >= run.count) fours[n] = float4{0, 0, 0, 0};
+    }
+#pragma unroll
+    for (int n = 0; n < EACH_VALUE; ++n) {
+      const int t = first + value_token(n);
+      const unsigned at = run.place(t) + run.v + value_column();
+      values[n] = *reinterpret_cast<const float4*>(run.c + at);
+      if (t >= run.count) values[n] = float4{0, 0, 0, 0};
     }
   }
   __device__ __forceinline__ void put(Chunk& chunk) const {
@@ -124,10 +138,18 @@ struct Coming {
       *reinterpret_cast<uint2*>(to) = high;
       *reinterpret_cast<uint2*>(to + DIM) = uint2{half_pair(one.x, one.y), half_pair(two.x, two.y)};
     }
+#pragma unroll
+    for (int n = 0; n < EACH_VALUE; ++n)
+      *reinterpret_cast<float4*>(chunk.values + value_place(value_token(n), value_column())) =
+          values[n];
   }
 
  private:
   static __device__ __forceinline__ int number() { return threadIdx.x - THREADS; }
+  static __device__ __forceinline__ int value_token(int n) {
+    return (number() + n * HELPERS) / (COLUMNS / 4);
+  }
+  static __device__ __forceinline__ int value_column() { return number() % (COLUMNS / 4) * 4; }
 };
 
 // A token of a chunk each lane, as far as there are.
@@ -167,19 +189,29 @@ __device__ __forceinline__ Sum pairs_of(const half_bits* rows, const half_bits* 
   return sum;
 }
 
-__device__ __forceinline__ float ratio(const Pace& pace, int t, int i) {
-  return expf(fminf(pace.logs[t] - pace.logs[i], 0.0f));
+// What is left of each token i at token t. All are read before anything is written, for the
+// compiler keeps the order of the two.
+__device__ __forceinline__ Square ratios_of(const Pace& pace, int lane) {
+  Square ratios;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const int t = Mma::row(lane, e >> 1 & 1), i = place_of(e, lane);
+    ratios.e[e] = expf(fminf(pace.logs[t] - pace.logs[i], 0.0f));
+  }
+  return ratios;
 }
 
 // A warp solves (1 + L) X = rate, a column of X a lane.
 __device__ __forceinline__ void solve(float (&lower)[CHUNK][CHUNK], Chunk& chunk, const Pace& pace,
                                       int lane) {
+  Square factors = ratios_of(pace, lane);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) factors.e[e] *= pace.rate[Mma::row(lane, e >> 1 & 1)];
   const Sum sum = pairs_of(chunk.keys, chunk.keys, lane);
 #pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    const int t = Mma::row(lane, e >> 1 & 1), i = place_of(e, lane);
-    lower[i][t] = i < t ? pace.rate[t] * ratio(pace, t, i) * (LOWER * LOWER * sum.at(e)) : 0.0f;
-  }
+  for (int e = 0; e < 8; ++e)  // only those with i < t are read
+    lower[place_of(e, lane)][Mma::row(lane, e >> 1 & 1)] =
+        factors.e[e] * (LOWER * LOWER * sum.at(e));
   __syncwarp();
   float x[CHUNK];
 #pragma unroll
@@ -202,12 +234,14 @@ __device__ __forceinline__ void solve(float (&lower)[CHUNK][CHUNK], Chunk& chunk
 
 // A warp makes A.
 __device__ __forceinline__ void ask(Chunk& chunk, const Pace& pace, int lane) {
+  const Square ratios = ratios_of(pace, lane);
   const Sum sum = pairs_of(chunk.queries, chunk.keys, lane);
 #pragma unroll
   for (int e = 0; e < 8; e += 2) {
     const int t = Mma::row(lane, e >> 1 & 1), i = place_of(e, lane);
-    const float x = i <= t ? ratio(pace, t, i) * (LOWER * sum.at(e)) : 0.0f;
-    const float y = i < t ? ratio(pace, t, i + 1) * (LOWER * sum.at(e + 1)) : 0.0f;
+    const float own = ratios.e[e] * (LOWER * sum.at(e));
+    const float other = ratios.e[e + 1] * (LOWER * sum.at(e + 1));
+    const float x = i <= t ? own : 0.0f, y = i < t ? other : 0.0f;
     const unsigned high = half_pair(x, y);
     const float2 rest = rest_of(high, x, y);
     unsigned* to = reinterpret_cast<unsigned*>(chunk.asked + t * PAIR_PITCH + i);

@@ -11,19 +11,6 @@
 
 namespace voltapile {
 
-// A warp's values of a chunk.
-__device__ __forceinline__ Square read_values(const Run& run, int first, int warp, int lane) {
-  Square values;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    const int t = first + place_of(e, lane);
-    const float* own = run.c + (run.place(t) + run.v + 16 * warp + Mma::row(lane, 0));
-    values.e[e] = own[Mma::row_of(0, e >> 1 & 1)];
-    if (t >= run.count) values.e[e] = 0.0f;
-  }
-  return values;
-}
-
 // A warp's 16 columns of values.
 struct State {
   Square s[TILES];
@@ -43,8 +30,9 @@ struct State {
     });
   }
   // What tokens add if they do not know each other; and what their queries find before the chunk.
-  __device__ __forceinline__ void multiply(Square& values, Square& y, const Chunk& chunk,
-                                           const Pace& pace, int lane) const {
+  // first: of the block's columns
+  __device__ __forceinline__ void multiply(Square& x, Square& y, const Chunk& chunk,
+                                           const Pace& pace, int first, int lane) const {
     Sum known, asked;
     known.clear(), asked.clear();
 #pragma unroll
@@ -56,33 +44,23 @@ struct State {
     }
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      const float decay = pace.decay[place_of(e, lane)];
-      values.e[e] = fmaf(-LOWER * decay, known.at(e), values.e[e]);
+      const int t = place_of(e, lane);
+      const float decay = pace.decay[t];
+      const float value = chunk.values[value_place(t, first + Mma::row(lane, e >> 1 & 1))];
+      x.e[e] = fmaf(-LOWER * decay, known.at(e), value);
       y.e[e] = decay * asked.at(e);
     }
   }
-  // On by the chunk; y becomes its output.
-  __device__ __forceinline__ void go_on(Square x, Square& y, const Chunk& chunk, const Pace& pace,
+  // On by the chunk. errors: of solve_errors
+  __device__ __forceinline__ void go_on(const Square& errors, const Chunk& chunk, const Pace& pace,
                                         int lane) {
-    Sum sum;
-    sum.clear();
-    sum.add(split(x, lane), chunk.solved, CHUNK, PAIR_PITCH, lane);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) x.e[e] = sum.at(e);
-    sum.clear();
-    sum.add(split(x, lane), chunk.asked, CHUNK, PAIR_PITCH, lane);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      y.e[e] = LOWER * (y.e[e] + sum.at(e));
-      x.e[e] *= pace.to_end[place_of(e, lane)];
-    }
-    const Halves errors = split(x, lane);
+    const Halves own = split(errors, lane);
     const float decay = pace.decay[CHUNK - 1];
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
       Sum more;
       more.clear();
-      more.add_rows(errors, chunk.keys + 16 * n, DIM, PITCH, lane);
+      more.add_rows(own, chunk.keys + 16 * n, DIM, PITCH, lane);
 #pragma unroll
       for (int e = 0; e < 8; ++e) s[n].e[e] = fmaf(decay, s[n].e[e], LOWER * more.at(e));
       __syncwarp();
@@ -104,26 +82,44 @@ struct State {
   }
 };
 
+// What tokens add once they know each other, times what is left of it at the chunk's end; y becomes
+// the output. x, y: of State::multiply
+__device__ __forceinline__ Square solve_errors(Square x, Square& y, const Chunk& chunk,
+                                               const Pace& pace, int lane) {
+  Sum sum;
+  sum.clear();
+  sum.add(split(x, lane), chunk.solved, CHUNK, PAIR_PITCH, lane);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) x.e[e] = sum.at(e);
+  sum.clear();
+  sum.add(split(x, lane), chunk.asked, CHUNK, PAIR_PITCH, lane);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    y.e[e] = LOWER * (y.e[e] + sum.at(e));
+    x.e[e] *= pace.to_end[place_of(e, lane)];
+  }
+  return x;
+}
+
 // A warp's columns go through the row. out: of its first token.
 __device__ __forceinline__ void go_through(State& state, Shared& sh, const Run& run, float* out,
                                            int warp, int lane) {
-  Square y, values, next = read_values(run, 0, warp, lane);
   out += Mma::row(lane, 0);
 #pragma unroll 1
   for (int n = 0, first = 0; first < run.count; ++n, first += CHUNK) {
     const Chunk& chunk = sh.chunk(n);
     const Pace& pace = sh.pace(n);
     __syncthreads();  // the helpers have made it
-    values = HAS_ROOM ? next : read_values(run, first, warp, lane);
-    state.multiply(values, y, chunk, pace, lane);
-    if (HAS_ROOM) next = read_values(run, first + CHUNK, warp, lane);
-    state.go_on(values, y, chunk, pace, lane);
+    Square x, y;
+    state.multiply(x, y, chunk, pace, 16 * warp, lane);
+    const Square errors = solve_errors(x, y, chunk, pace, lane);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const int t = first + place_of(e, lane);
       float* own = out + static_cast<unsigned>(t * run.heads * DIM);
       if (t < run.count) own[Mma::row_of(0, e >> 1 & 1)] = y.e[e];
     }
+    state.go_on(errors, chunk, pace, lane);
   }
   __syncthreads();  // the helpers go on to the next row
 }
@@ -135,7 +131,7 @@ using namespace voltapile;
 // grid: (value heads * DIM / COLUMNS, some), THREADS + HELPERS. Of rows with more than `least`
 // tokens, whose matrices delta_step has brought to their first one; blocks take them in turn. As
 // delta_step otherwise.
-extern "C" __global__ void __launch_bounds__(THREADS + HELPERS)
+extern "C" __global__ void __launch_bounds__(THREADS + HELPERS, 1)
 delta_chunk(const float* c, const float* gates, const float* rate, const float* dt,
             const int* key_head_of, float* matrices, const int* slots, float* out, int tokens,
             int key_heads, int value_heads, int is_provisional, int least) {
