@@ -106,7 +106,7 @@ __device__ __forceinline__ void go_through(State& state, Shared& sh, const Run& 
                                            int warp, int lane) {
   out += Mma::row(lane, 0);
 #pragma unroll 1
-  for (int n = 0, first = 0; first < run.count; ++n, first += CHUNK) {
+  for (int n = 0; CHUNK * n < run.count; ++n) {
     const Chunk& chunk = sh.chunk(n);
     const Pace& pace = sh.pace(n);
     __syncthreads();  // the helpers have made it
@@ -115,7 +115,7 @@ __device__ __forceinline__ void go_through(State& state, Shared& sh, const Run& 
     const Square errors = solve_errors(x, y, chunk, pace, lane);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      const int t = first + place_of(e, lane);
+      const int t = CHUNK * n + place_of(e, lane);
       float* own = out + static_cast<unsigned>(t * run.heads * DIM);
       if (t < run.count) own[Mma::row_of(0, e >> 1 & 1)] = y.e[e];
     }
@@ -160,12 +160,13 @@ delta_chunk(const float* c, const float* gates, const float* rate, const float* 
       continue;
     }
     const int column = head * DIM + slice + 16 * warp;  // of all heads'
-    float* matrix =
-        matrices + static_cast<unsigned>((slots[row] * value_heads * DIM + column) * DIM);
+    const auto matrix = [&] {  // told twice, or its address would be a register too much on sm_70
+      return matrices + static_cast<unsigned>((slots[row] * value_heads * DIM + column) * DIM);
+    };
     State state;
-    state.read(matrix, lane);
+    state.read(matrix(), lane);
     go_through(state, sh, run, out + static_cast<long long>(row) * value_heads * DIM + column,
                warp, lane);
-    if (!is_provisional) state.write(matrix, lane);
+    if (!is_provisional) state.write(matrix(), lane);
   }
 }
