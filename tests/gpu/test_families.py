@@ -16,6 +16,7 @@ from voltapile.workers.protocol import Row
 
 from ..kernels.cuda.test_delta import (  # noqa: F401
     test_chunks_go_on_from_drafts_that_stand,
+    test_cuts_between_chunks_change_no_bits,
     test_no_token_is_left_out,
 )
 from ..kernels.cuda.test_expert_stream import test_shared_expert  # noqa: F401

@@ -1,6 +1,6 @@
-// What delta_chunk.cu needs of a chunk of tokens that does not depend on the state: keys and queries
-// as halves, gates, and the two matrices that tie its tokens to each other. HELPERS threads of a block
-// make it a chunk ahead.
+// What delta_chunk.cu needs of a chunk of tokens beside the state: keys and queries as halves,
+// values, gates, and the two matrices that tie the tokens to each other. HELPERS threads of a block
+// make it a chunk ahead, so that only what depends on the state is in a row's way.
 #pragma once
 #include "attention_mma.cuh"
 #include "delta_heads.cuh"
@@ -9,14 +9,14 @@ namespace voltapile {
 
 constexpr int CHUNK = 16, TILES = DIM / 16;
 constexpr int COLUMNS = DIM < 64 ? DIM : 64;  // of a head's values that a block takes
-constexpr int WARPS = COLUMNS / 16, THREADS = 32 * WARPS;     // that go through the chunks
+constexpr int WARPS = COLUMNS / 16, THREADS = 32 * WARPS;  // that go through the chunks
 constexpr int HELPERS = 128;
 constexpr int PITCH = 2 * DIM + PAD, PAIR_PITCH = 2 * CHUNK + PAD;  // both halves of a row
 constexpr int TOGETHER = 4 * HELPERS / DIM;  // tokens whose keys are read at once
 constexpr int EACH = 2 * CHUNK / TOGETHER;   // fours of a chunk's keys and queries, a thread's
 constexpr int EACH_VALUE = CHUNK * COLUMNS / (4 * HELPERS);  // and of the block's values
-constexpr bool HAS_ROOM = VP_ARCH >= 800;    // in registers, for what is loaded early
-constexpr float LEAST = -200.0f;  // logarithm of a decay that is as good as 0
+constexpr bool HAS_ROOM = VP_ARCH >= 800;  // in registers, for what is loaded early
+constexpr float LEAST = -200.0f;           // logarithm of a decay that is as good as 0
 // Queries and keys are of length 1 at most: times RAISE, for second halves must not be denormal.
 constexpr float RAISE = 256.0f, LOWER = 1 / RAISE;
 
@@ -26,9 +26,9 @@ struct Chunk {
   half_bits asked[CHUNK * PAIR_PITCH];   // RAISE A: [t][i]
   float values[CHUNK * COLUMNS];         // see value_place
 };
-// Of a token's column; lanes that read four tokens' at once meet no bank twice (before sm_75 some).
+// Four tokens' columns that lanes read at once are in different banks (on Volta in half as many).
 __device__ __forceinline__ int value_place(int t, int column) {
-  return t * COLUMNS + (column ^ (8 * (t >> 1) & (COLUMNS - 1) & 24));
+  return t * COLUMNS + (column ^ 8 * (t >> 1 & 3));
 }
 struct Pace {
   float logs[CHUNK], decay[CHUNK], rate[CHUNK], to_end[CHUNK];  // of G_t, G_t, and G_end / G_t

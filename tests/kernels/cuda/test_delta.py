@@ -54,12 +54,13 @@ STEPS: list[Any] = [
     *(
         pytest.param(rows, is_counted, marks=SLOW)
         for rows in (
-            *([n] for n in (1, 5, 8, 9, 33)),
+            *([n] for n in (1, 5, 8, 9, 17, 31, 32, 33, 48)),
             *(
                 [9, 1],
                 [1, 40],
                 [12, 3, *[9] * 5],
                 [17, 30, 2, 9],
+                [33, 9, 17, 12, 48, 31],  # the first and the fifth have the same block in turn
                 [8] * 3,
                 [1] * SLOTS,
                 [*[3] * 10, 12],
@@ -137,6 +138,36 @@ def test_chunks_go_on_from_drafts_that_stand(ops: Any, dim: int) -> None:
         at += 2 if is_provisional else count
     matrix = ops.to_host(own.values[1]).swapaxes(2, 3)
     np.testing.assert_allclose(matrix, truth.values[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="there is no g++")
+@pytest.mark.parametrize("dim", [32, *(pytest.param(n, marks=SLOW) for n in (64, 128))])
+def test_cuts_between_chunks_change_no_bits(ops: Any, dim: int) -> None:
+    """A prompt in pieces of whole chunks is the prompt; so is one beside others."""
+    shape = DeltaShape(1, 2, dim, 4, (0, 0), "silu", 1e-6)
+    rng = np.random.default_rng(dim)
+    taps = rng.standard_normal((shape.channels, 4), np.float32)
+    raw = taps, np.float32([-2, -0.05]), np.float32([0, 1]), np.ones(dim, np.float32)
+    weights = DeltaWeights(*(ops.weight(w.reshape(-1).view(np.uint8), "F32", w.shape) for w in raw))
+    inputs = [rng.standard_normal((75, n), np.float32) for n in (shape.channels, 2 * dim, 4)]
+
+    def go_through(pieces: tuple[int, ...], copies: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Outputs and matrix of the last of so many rows alike."""
+        state, outputs, at = ops.delta_state(6, shape), [], 0
+        for count in pieces:
+            batch = batch_of([count] * copies)
+            positions = np.tile(np.arange(at, at + count, dtype=np.int32), copies)
+            there = replace(batch, slots=ops.array(batch.slots), positions=ops.array(positions))
+            own = tuple(ops.array(np.tile(x[at : at + count], (copies, 1))) for x in inputs)
+            found = ops.to_host(ops.delta_net(own, weights, shape, state, there))
+            outputs.append(found[-count:])
+            at += count
+        return np.concatenate(outputs), ops.to_host(state.values[1])[copies - 1]
+
+    whole = go_through((75,))
+    for pieces, copies in (((16, 48, 11), 1), ((32, 43), 1), ((48, 27), 6)):
+        for mine, theirs in zip(go_through(pieces, copies), whole, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 @dataclass
