@@ -23,11 +23,15 @@ def _index(function: str) -> Instance:
     return Instance("sparse_index.cu", function, waits=True)
 
 
-POOL, RING, SCORES, CHOOSE = (
-    _index(f"index_{name}") for name in ("pool", "ring", "scores", "choose")
-)
+POOL, RING, SCORES = (_index(f"index_{name}") for name in ("pool", "ring", "scores"))
 TILED = Instance("sparse_scores.cu", "index_scores_tiled", waits=True)
 DIMS, ANY = (64, 128, 256), 3  # of heads in shared memory; a cache of any type
+
+SPLIT = 8  # blocks of a cluster that choose for a token, where there are few
+CHOOSE = {
+    split: Instance("sparse_choose.cu", "index_choose", (("SPLIT", str(split)),), waits=True)
+    for split in (1, SPLIT)
+}
 
 
 def _attended(source: str, function: str, dim: int, kind: int) -> Instance:
@@ -41,11 +45,12 @@ ATTEND = {
     for kind in (KINDS["f16"], ANY)
 }
 JOIN = _attended("sparse_join.cu", "join_attended", DIMS[0], KINDS["f16"])
-INSTANCES = [POOL, RING, SCORES, TILED, CHOOSE, *ATTEND.values(), JOIN]
+INSTANCES = [POOL, RING, SCORES, TILED, *CHOOSE.values(), *ATTEND.values(), JOIN]
 
 SCORES_BYTES = 48 << 20  # of some tokens against all blocks
 WIDEST_KEY = 256
-KEYS, CHOOSERS = 16, 512  # that a warp scores at once; threads of index_choose
+KEYS = 16  # that a warp scores at once
+CHOOSERS, CHOICE = 512, 31008  # of sparse_choose.cu: threads, and bytes of its Choice
 ROUNDS, MOST_WARPS, TOKENS = 4, 16, 32  # of index_scores_tiled: tokens from sm_80 on
 WARPS = 4  # of index_scores and attend_to
 STEP, ROWS = 16, 16  # of attend_to: positions of a warp, and query heads of a block
@@ -175,14 +180,7 @@ def choose_blocks(
                 scores = ops.scratch((len(where[0]), most))
                 if most > chosen:
                     score(ops, q[part], cache, table, where, scores, chosen, start >= generated)
-                ops.kernel(CHOOSE)(
-                    (len(scores),),
-                    CHOOSERS,
-                    (
-                        *_pointers(scores, where[1], blocks[part]),
-                        *map(np.int32, (cache.shift, most, chosen)),
-                    ),
-                )
+                choose(ops, scores, where[1], blocks[part], cache.shift)
     return Chosen(blocks, block)
 
 
@@ -216,6 +214,23 @@ def score(
         return
     ops.kernel(SCORES)(
         (_groups(most, KEYS * WARPS), tokens), 32 * WARPS, (*arrays, *map(np.int32, sizes))
+    )
+
+
+def choose(
+    ops: Launcher, scores: DeviceArray, positions: DeviceArray, blocks: DeviceArray, shift: int
+) -> None:
+    """blocks [T, chosen]: where scores [T, blocks] are the largest, of equal ones the first."""
+    (tokens, most), chosen = scores.shape, blocks.shape[1]
+    assert most % 4 == 0, most
+    # A cluster takes twice as many multiprocessors' time, so they must else be idle.
+    is_few = ops.arch >= 90 and SPLIT * tokens <= 2 * ops.multiprocessors
+    split = SPLIT if is_few else 1
+    ops.kernel(CHOOSE[split])(
+        (split * tokens,),
+        CHOOSERS,
+        (*_pointers(scores, positions, blocks), *map(np.int32, (shift, most, chosen))),
+        shared=CHOICE + 8 * _groups(most, 32 * split),
     )
 
 

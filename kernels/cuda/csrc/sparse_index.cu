@@ -1,5 +1,5 @@
 // The indexer of attention to chosen blocks: keys of whole blocks of positions, scores of queries
-// against them, the best ones. See kernels/families.py.
+// against them; sparse_choose.cu takes the best ones. See kernels/families.py.
 //
 // A cache has for each page the keys of its last RING positions, by position % RING, and a key for
 // each of its blocks. Kernels of a layer come in order: index_pool reads the ring that index_ring
@@ -13,18 +13,8 @@ namespace voltapile {
 constexpr int RING = 16;
 constexpr int WIDEST = 256;  // key
 constexpr int THREADS = 128, EACH = WIDEST / THREADS;  // of index_pool, and keys' values of each
-constexpr int DIGIT = 10, DIGITS = 2 << DIGIT;  // bits, and values
-constexpr int CHOOSERS = 512;                   // threads that choose
 constexpr int LANES = 8, HEADS = 4, ROUNDS = 4;  // of a key, at once, and times 4 keys of a warp
 constexpr int KEYS = ROUNDS * 32 / LANES, FOURS = 4;  // a lane's floats of a key, by fours
-
-__device__ __forceinline__ int warp_sum(int x) {
-#if !defined(VP_EMULATION) && __CUDA_ARCH__ >= 800
-  return __reduce_add_sync(ALL, x);
-#else
-  return warp_join(x, Add());
-#endif
-}
 
 // A token's key to its place in the ring.
 __device__ __forceinline__ void store_key(float* ring, const float* keys, int t, int page,
@@ -79,78 +69,6 @@ __device__ __forceinline__ void end_query(const float* q, const float* norm, con
 #pragma unroll
   for (int n = 0; n < HELD; ++n)
     if (const int i = 32 * n + lane; i < dim) out[i] = turned(row, i, pairs, turns[n]);
-}
-
-// The sum of what the threads before this one have.
-__device__ __forceinline__ int before_me(int own, int* sums) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int upto = own;
-#pragma unroll 1
-  for (int step = 1; step < 32; step <<= 1) {
-    const int other = __shfl_up_sync(ALL, upto, step);
-    if (lane >= step) upto += other;
-  }
-  if (lane == 31) sums[warp] = upto;
-  __syncthreads();
-  return upto - own + warp_sum(lane < warp ? sums[lane] : 0);
-}
-
-// Where the choice is: of the last score that is taken the digits so far, and how many of those
-// with these digits are taken.
-struct Cut {
-  unsigned found;
-  int left;
-};
-
-// One more digit: that of the largest ones, counted in `digits`, where `left` is reached.
-__device__ __forceinline__ Cut next_digit(Cut cut, const int* digits, int* sums, Cut& shared) {
-  constexpr int EACH = DIGITS / CHOOSERS;  // digits of a thread
-  const int last = DIGITS - 1 - EACH * static_cast<int>(threadIdx.x);
-  int count[EACH], own = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) own += count[i] = digits[last - i];
-  int before = before_me(own, sums);
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    if (before < cut.left && before + count[i] >= cut.left)
-      shared = {cut.found << DIGIT | static_cast<unsigned>(last - i), cut.left - before};
-    before += count[i];
-  }
-  __syncthreads();
-  return shared;
-}
-
-// Which of 32 scores from `first` on are larger than the cut, and which are equal, as bits.
-__device__ __forceinline__ uint2 compare(const unsigned* scores, int i, int whole, unsigned found) {
-  const unsigned bits = i < whole ? scores[i] : 0u;
-  return {__ballot_sync(ALL, i < whole && bits > found),
-          __ballot_sync(ALL, i < whole && bits == found)};
-}
-
-// Numbers of the scores that are taken, rising. A warp has 32 * `rounds` neighbours.
-__device__ __forceinline__ void write_chosen(int* blocks, const unsigned* scores, int whole,
-                                             Cut cut, int (&counts)[2][32]) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int rounds = (whole + CHOOSERS - 1) / CHOOSERS, first = 32 * rounds * warp + lane;
-  int larger = 0, equal = 0;  // before the warp's own
-#pragma unroll 4
-  for (int r = 0; r < rounds; ++r) {
-    const uint2 found = compare(scores, first + 32 * r, whole, cut.found);
-    larger += __popc(found.x), equal += __popc(found.y);
-  }
-  if (lane == 0) counts[0][warp] = larger, counts[1][warp] = equal;
-  __syncthreads();
-  larger = warp_sum(lane < warp ? counts[0][lane] : 0);
-  equal = warp_sum(lane < warp ? counts[1][lane] : 0);
-  const unsigned lower = (1u << lane) - 1;
-#pragma unroll 4
-  for (int r = 0; r < rounds; ++r) {
-    const uint2 found = compare(scores, first + 32 * r, whole, cut.found);
-    const int equals = equal + __popc(found.y & lower), to = larger + __popc(found.x & lower);
-    if ((found.x >> lane & 1) || ((found.y >> lane & 1) && equals < cut.left))
-      blocks[to + min(equals, cut.left)] = first + 32 * r;
-    larger += __popc(found.x), equal += __popc(found.y);
-  }
 }
 
 __device__ __forceinline__ float dot(const float4& a, const float4& b, float sum) {
@@ -317,40 +235,4 @@ index_scores(const float* q, const float* pooled, const int* table, const int* s
   for (int i = 1; i < ROUNDS; ++i)
     if (own_round == i) score = total[i];
   if (own_round < ROUNDS && index < whole) scores[static_cast<unsigned>(t * most + index)] = score;
-}
-
-// grid: (tokens), CHOOSERS threads. blocks: [tokens][chosen], rising. The largest scores, of equal
-// ones the first; all, if there are no more. Scores are not negative, so their bits are in their
-// order.
-extern "C" __global__ void __launch_bounds__(CHOOSERS)
-index_choose(const float* scores, const int* positions, int* blocks, int shift, int most,
-             int chosen) {
-  __shared__ int digits[DIGITS], sums[32], of_warps[2][32];
-  __shared__ Cut shared_cut;
-  grid_launch();
-  const int t = blockIdx.x, whole = min((positions[t] + 1) >> shift, most);
-  const unsigned* own = reinterpret_cast<const unsigned*>(scores) + static_cast<unsigned>(t * most);
-  blocks += static_cast<unsigned>(t * chosen);
-  grid_wait();
-  if (whole <= chosen) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < whole; i += CHOOSERS) blocks[i] = i;
-    return;
-  }
-  Cut cut{0, chosen};
-#pragma unroll 1
-  for (int place = 2 * DIGIT; place >= 0; place -= DIGIT) {  // the first digit has one bit more
-#pragma unroll
-    for (int i = 0; i < DIGITS; i += CHOOSERS) digits[i + threadIdx.x] = 0;
-    __syncthreads();
-#pragma unroll 8
-    for (int i = threadIdx.x; i < whole; i += CHOOSERS) {
-      const unsigned upper = own[i] >> place;
-      if (upper >> DIGIT == cut.found || place == 2 * DIGIT)
-        atomicAdd(digits + (upper - (cut.found << DIGIT)), 1);
-    }
-    __syncthreads();
-    cut = next_digit(cut, digits, sums, shared_cut);
-  }
-  write_chosen(blocks, own, whole, cut, of_warps);
 }

@@ -39,6 +39,9 @@ inline void cluster_wait() {
     emulation::pause();  // one of each warp looks on
   }
 }
+inline void cluster_meet() { cluster_arrive(), cluster_wait(); }
+template <class T>
+T read_of(const T* mine, int block) { return *cluster::of_block(mine, block); }
 
 template <class T>
 void send(T values, T* mine, std::uint64_t* bell, int block) {

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from voltapile.kernels.cuda import sparse
+from voltapile.kernels.cuda.chunks import max_shared
 from voltapile.kernels.cuda.pages import kv_cache
 from voltapile.kernels.families import INDEX_RING
 
 from .attention_twin import signs, turned
+from .emulated_families import EmulatedFamilies
 from .emulation import has_compiler
 from .test_families import PAGE, REF, SLOW, batch_of, device, normal, ops, weights_of  # noqa: F401
 
@@ -180,6 +183,62 @@ def test_of_equal_scores_the_first(ops: Any, generated: int) -> None:  # noqa: F
     blocks, expected = ops.to_host(chosen.blocks), REF.choose_blocks(q, truth, batch, 0, 2, top_k)
     for t in range(3):
         np.testing.assert_array_equal(blocks[t], expected[t][::block] // block)
+
+
+def scores_like(kind: str, tokens: int, most: int) -> np.ndarray:
+    random = np.random.default_rng(8)
+    values = np.maximum(random.standard_normal((4, tokens, most), np.float32), 0).sum(axis=0)
+    if kind == "few":
+        values = np.float32(random.integers(0, 5, values.shape)) / 3
+    if kind == "alike":  # sign, exponent and the first bits: more than a block keeps aside
+        values = 1 + values / 2**11
+    if kind == "equal":
+        values[:] = 0.7
+    if kind == "zeros":  # fewer are positive than are wanted
+        values[random.random(values.shape) < 0.999] = 0
+    if kind == "tiny":  # of the first digit that is 0
+        values *= np.float32(1e-40)
+    if kind == "last":  # all that is large is in one block
+        values[:, : most - most // 16] *= np.float32(0.01)
+    return values.astype(np.float32)
+
+
+KINDS = ["plain", "few", "alike", "equal", "zeros", "tiny", "last"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("arch", "split"), [(70, 1), (80, 1), (90, 1), (90, 8)])
+def test_choice_of_scores(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arch: int, split: int, kind: str
+) -> None:
+    """Tokens of different lengths: of one more than wanted, of all, of so few that all are."""
+    kernels, chosen, most, shift = EmulatedFamilies(arch, folder, max_shared(arch)), 512, 9008, 2
+    monkeypatch.setattr(kernels, "multiprocessors", 4 if split == 1 else 1000)
+    check_choice(kernels, scores_like(kind, 5, most), [513, most, 512, 4100, 3], chosen, shift)
+    assert kernels.launched[-1][0] is sparse.CHOOSE[split]
+
+
+@pytest.mark.parametrize("split", [1, 8])
+def test_choice_of_many_scores(folder: Path, monkeypatch: pytest.MonkeyPatch, split: int) -> None:
+    kernels = EmulatedFamilies(90, folder, max_shared(90))
+    monkeypatch.setattr(kernels, "multiprocessors", 4 if split == 8 else 1)
+    for kind in ("plain", "alike"):
+        check_choice(kernels, scores_like(kind, 1, 65536), [65536], 512, 2)
+    assert kernels.launched[-1][0] is sparse.CHOOSE[split]
+
+
+def check_choice(
+    kernels: Any, scores: np.ndarray, counts: list[int], chosen: int, shift: int
+) -> None:
+    positions = np.array(counts, np.int32) * (1 << shift) + 1
+    for row, count in zip(scores, counts, strict=True):
+        row[count:] = np.inf
+    blocks = kernels.scratch((len(scores), chosen), np.int32)
+    sparse.choose(kernels, kernels.array(scores), kernels.array(positions), blocks, shift)
+    found = kernels.to_host(blocks)
+    for own, row, count in zip(found, scores, counts, strict=True):
+        best = np.sort(np.argsort(-row[:count], kind="stable")[:chosen])
+        np.testing.assert_array_equal(own[: len(best)], best)
 
 
 def put(
