@@ -7,10 +7,11 @@
 // told at run time)
 #include "attention_tile.cuh"
 #include "grid.cuh"
+#include "sparse_rows.cuh"
 
 namespace voltapile {
 
-constexpr int STEP = 16, WARPS = 4, THREADS = 32 * WARPS, ROWS = 16;
+constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 16;
 constexpr int HALF = 8;  // rows that warps join at once: those of one i (Mma::row)
 constexpr unsigned EVERY = 0xffffffffu;
 
@@ -34,75 +35,7 @@ struct __align__(16) Shared {
   float factor[ROWS];
 };
 
-// What a token sees, counted from its first chosen block on.
-struct Seen {
-  const int* cells;  // of blocks from the piece's first on: where their first position is cached
-  int shift, first, end;  // shift: a block has 1 << shift positions
-
-  __device__ __forceinline__ int cell(int i) const {
-    return cells[(i >> shift) - first] + (i & ((1 << shift) - 1));
-  }
-};
-
-// Sixteen bytes of a cache become halves in shared memory.
-template <int TYPE>
-__device__ __forceinline__ void put_piece(half_bits* to, const uint4& d, unsigned scale) {
-  uint4* out = reinterpret_cast<uint4*>(to);
-  if constexpr (TYPE == F16) {
-    out[0] = d;
-  } else {
-    const unsigned words[4] = {d.x, d.y, d.z, d.w};
-    const float offset = TYPE == Q8_0 ? 1152.0f : 1032.0f;
-    scale |= scale << 16;
-#pragma unroll
-    for (int i = 0; i < (TYPE == Q8_0 ? 2 : 4); ++i) {
-      uint4 y;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const unsigned word = words[TYPE == Q8_0 ? 2 * i + j : 2 * (i % 2) + j];
-        const unsigned bytes = TYPE == Q8_0 ? word ^ BYTE_SIGNS
-                               : i < 2      ? word & 0x0f0f0f0fu
-                                            : word >> 4 & 0x0f0f0f0fu;
-        unsigned low, high;
-        spread(bytes, low, high);
-        (j ? y.z : y.x) = scaled(low, offset, scale), (j ? y.w : y.y) = scaled(high, offset, scale);
-      }
-      out[i] = y;
-    }
-  }
-}
-
-// STEP positions from i on, by registers; what is behind the piece's end becomes zeros.
-template <int TYPE>
-__device__ __forceinline__ void read_as(half_bits* tile, const Cache& cache, const Seen& seen,
-                                        int i, int lane) {
-  constexpr int EACH = values_of(TYPE), WIDE = DIM / EACH;
-  for (int at = lane; at < STEP * WIDE; at += 32) {
-    const unsigned r = at / WIDE, c = at % WIDE, wide = width_of(cache.dim) / EACH;
-    uint4 data{0, 0, 0, 0};
-    unsigned scale = 0;
-    if (i + static_cast<int>(r) < seen.end && c < wide) {
-      const unsigned cell = seen.cell(i + r), page = cell / PAGE;
-      const unsigned char* head = cache.base + page * head_bytes(TYPE, width_of(cache.dim));
-      const unsigned place = cell % PAGE * wide + c, turned = c ^ turn_of(cell % PAGE, wide);
-      data = __ldcg(reinterpret_cast<const uint4*>(head) + cell % PAGE * wide + turned);
-      if (TYPE != F16)
-        scale = __ldcg(reinterpret_cast<const half_bits*>(
-                           head + integer_bytes(TYPE, width_of(cache.dim))) + place);
-    }
-    put_piece<TYPE>(tile + r * PITCH + c * EACH, data, scale);
-  }
-}
-__device__ __forceinline__ void read(half_bits* tile, const Cache& cache, const Seen& seen, int i,
-                                     int lane) {
-  const int kind = KIND == ANY ? cache.kind : KIND;
-  if (kind == F16) read_as<F16>(tile, cache, seen, i, lane);
-  if (kind == Q8_0) read_as<Q8_0>(tile, cache, seen, i, lane);
-  if (kind == Q4_0) read_as<Q4_0>(tile, cache, seen, i, lane);
-  __syncwarp();
-}
-
-// The same on their way, if there are any.
+// STEP positions from i on, on their way by copies, if there are any.
 __device__ __forceinline__ void ask(half_bits* tile, const Cache& cache, const Seen& seen, int i,
                                     int lane) {
   constexpr int WIDE = DIM / 8;
@@ -222,17 +155,21 @@ __device__ __forceinline__ void go_through(Sums& sums, Shared& sh, const Cache& 
   if (IS_ASYNC)
 #pragma unroll 1
     for (int n = 0; n < 2; ++n) ask(n ? v : k, n ? values : keys, seen, i, lane);
+  OnWay on_way;  // values while keys are multiplied, then the next keys
+  if (!IS_ASYNC) on_way.ask(keys, seen, i, lane);
   for (; i < seen.end; i += STEP * WARPS) {
     Square s;
     float alpha[2];
-    if (IS_ASYNC) wait_for_copies<1>(), __syncwarp();
-    else read(k, keys, seen, i, lane);
+    if (IS_ASYNC) wait_for_copies<1>();
+    else on_way.put(k, keys, seen, i, lane), on_way.ask(values, seen, i, lane);
+    __syncwarp();
     score(s, sh.q, k, lane);
     __syncwarp();
     if (IS_ASYNC) ask(k, keys, seen, i + STEP * WARPS, lane);
     soften(s, sums, alpha, sh.factor, i, seen.end, lane);
-    if (IS_ASYNC) wait_for_copies<1>(), __syncwarp();
-    else read(v, values, seen, i, lane);
+    if (IS_ASYNC) wait_for_copies<1>();
+    else on_way.put(v, values, seen, i, lane), on_way.ask(keys, seen, i + STEP * WARPS, lane);
+    __syncwarp();
     add_values(sums, s, alpha, v, lane);
     __syncwarp();
     if (IS_ASYNC) ask(v, values, seen, i + STEP * WARPS, lane);
