@@ -223,7 +223,7 @@ def choose(
     """blocks [T, chosen]: where scores [T, blocks] are the largest, of equal ones the first."""
     (tokens, most), chosen = scores.shape, blocks.shape[1]
     assert most % 4 == 0, most
-    # A cluster takes twice as many multiprocessors' time, so they must else be idle.
+    # All blocks of a cluster find each digit, so others must not wait for their place.
     is_few = ops.arch >= 90 and SPLIT * tokens <= 2 * ops.multiprocessors
     split = SPLIT if is_few else 1
     ops.kernel(CHOOSE[split])(

@@ -20,7 +20,7 @@ namespace voltapile {
 constexpr int DIGIT = 10, DIGITS = 2 << DIGIT, PLACES = 3;  // bits; values; the first has one more
 constexpr int FIRST = DIGIT * (PLACES - 1);                 // where the first digit begins
 constexpr int EACH = DIGITS / CHOOSERS;                     // digits of a thread
-constexpr int LISTED = 1792, FOURS = 4;  // scores kept aside; a thread's fours that are on their way
+constexpr int LISTED = 1792, FOURS = 4;  // scores kept aside; fours of a thread, on their way
 static_assert(EACH == 4);
 
 // Where the choice is: of the last score that is taken the digits so far, and how many of those

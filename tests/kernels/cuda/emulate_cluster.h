@@ -15,10 +15,8 @@ T* of_block(T* mine, int block) {
 }
 // Whether all threads have arrived that have not ended.
 inline bool is_met() {
-  int alive = 0;
-  for (unsigned i = 0; i < emulation::together * blockDim.x; ++i)
-    alive += !emulation::fibres[i].is_done;
-  return barrier.count == alive;
+  const int threads = emulation::together * blockDim.x;
+  return barrier.count == threads - emulation::ended;
 }
 }  // namespace cluster
 using cluster::of_block;

@@ -212,33 +212,44 @@ def scores_like(kind: str, tokens: int, most: int) -> np.ndarray:
     return values.astype(np.float32)
 
 
-KINDS = ["plain", "few", "alike", "equal", "zeros", "tiny", "last"]
+KINDS = ["plain", "alike", "equal", *(pytest.param(n, marks=SLOW) for n in ("few", "last"))]
+KINDS += [pytest.param(name, marks=SLOW) for name in ("zeros", "tiny")]
+
+
+@pytest.mark.parametrize("kind", ["plain", "few", "alike", "equal", "zeros", "tiny", "last"])
+@pytest.mark.parametrize("arch", [70, 80, 90])
+def test_choice_of_scores(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arch: int, kind: str
+) -> None:
+    """Tokens of different lengths: of one more than wanted, of all, of so few that all are."""
+    kernels, chosen, most = EmulatedFamilies(arch, folder, max_shared(arch)), 512, 9008
+    monkeypatch.setattr(kernels, "multiprocessors", 4)
+    check_choice(kernels, scores_like(kind, 5, most), [513, most, 512, 4100, 3], chosen)
+    assert kernels.launched[-1][0] is sparse.CHOOSE[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("arch", "split"), [(70, 1), (80, 1), (90, 1), (90, 8)])
-def test_choice_of_scores(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, arch: int, split: int, kind: str
-) -> None:
-    """Tokens of different lengths: of one more than wanted, of all, of so few that all are."""
-    kernels, chosen, most, shift = EmulatedFamilies(arch, folder, max_shared(arch)), 512, 9008, 2
-    monkeypatch.setattr(kernels, "multiprocessors", 4 if split == 1 else 1000)
-    check_choice(kernels, scores_like(kind, 5, most), [513, most, 512, 4100, 3], chosen, shift)
-    assert kernels.launched[-1][0] is sparse.CHOOSE[split]
+def test_choice_of_clusters(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Of which some have no scores where there are few."""
+    kernels, most = EmulatedFamilies(90, folder, max_shared(90)), 15008
+    counts = [513, most, 512] if kind == "plain" else [most]
+    monkeypatch.setattr(kernels, "multiprocessors", 132)
+    check_choice(kernels, scores_like(kind, len(counts), most), counts, 512)
+    assert kernels.launched[-1][0] is sparse.CHOOSE[sparse.SPLIT]
 
 
-@pytest.mark.parametrize("split", [1, 8])
+@pytest.mark.parametrize("split", [1, pytest.param(8, marks=SLOW)])
 def test_choice_of_many_scores(folder: Path, monkeypatch: pytest.MonkeyPatch, split: int) -> None:
     kernels = EmulatedFamilies(90, folder, max_shared(90))
     monkeypatch.setattr(kernels, "multiprocessors", 4 if split == 8 else 1)
     for kind in ("plain", "alike"):
-        check_choice(kernels, scores_like(kind, 1, 65536), [65536], 512, 2)
+        check_choice(kernels, scores_like(kind, 1, 65536), [65536], 512)
     assert kernels.launched[-1][0] is sparse.CHOOSE[split]
 
 
-def check_choice(
-    kernels: Any, scores: np.ndarray, counts: list[int], chosen: int, shift: int
-) -> None:
+def check_choice(kernels: Any, scores: np.ndarray, counts: list[int], chosen: int) -> None:
+    """counts: scores of each token; those behind must not matter."""
+    shift = 2
     positions = np.array(counts, np.int32) * (1 << shift) + 1
     for row, count in zip(scores, counts, strict=True):
         row[count:] = np.inf
