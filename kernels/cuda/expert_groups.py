@@ -10,17 +10,44 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from voltapile.kernels.cuda import gemm
-from voltapile.kernels.cuda.chunks import CHUNKS
+from voltapile.kernels.cuda.chunks import CHUNKS, Chunk
 from voltapile.kernels.cuda.launch import CudaWeight, DeviceArray, Instance, Launcher
+from voltapile.kernels.cuda.tiles import FORMATS as TILED
+from voltapile.shm.formats import format_of
 
-ROWS, TOKENS = gemm.FUSED_ROWS, gemm.FUSED_TOKENS  # of a tile
+ROWS, TOKENS = gemm.FUSED_ROWS, gemm.FUSED_TOKENS  # of a tile; rows before sm_80
 MOST_EXPERTS = 1024
 MOST_PAIRS = 32768  # sorted at once: no more tiles than a grid's second axis has
 FROM = 16  # tokens; fewer are better off one by one
+WARPS = 8  # of a block
+ROOMY = 9, 10  # major versions whose multiprocessors have 228 KiB of shared memory
+STATIC = 512  # bytes that a block has beside those it is given
+HALF = 113 << 10  # bytes that each of two blocks may take there
+
+
+def _pitch(chunk: Chunk) -> int:
+    """Bytes of a row's stage that begins anywhere in 16 bytes, of expert_batch.cuh's Stages. An
+    odd number of 16, so that rows meet distinct banks, but where most lie by tiles."""
+    is_large = format_of(chunk.name).block_len == 256
+    size = chunk.bytes if is_large else chunk.bytes // 2
+    pieces = -(-(size + max(0, 16 - chunk.align)) // 16)
+    return 16 * (pieces if chunk.name in TILED and is_large else pieces | 1)
+
+
+def _shared_of(pitch: int, held: int) -> int:
+    """Of two stages of all warps, and two steps of tokens."""
+    return 2 * 16 * held * WARPS * pitch + 2 * TOKENS * 2 * gemm.FUSED_COLUMNS
+
+
+def _held(chunk: Chunk) -> int:
+    """Tiles of 16 rows of a warp, where there is much shared memory."""
+    return 2 if _shared_of(_pitch(chunk), 2) + STATIC <= HALF else 1
 
 
 def _instance(function: str, name: str) -> Instance:
-    defines = (("FORMAT", name), ("PLANE", "0"))
+    chunk = CHUNKS[name]
+    sizes = {"PLANE": 0, "HELD": _held(chunk), "PITCH": _pitch(chunk)}
+    defines = ("FORMAT", name), *((key, str(value)) for key, value in sizes.items())
     return Instance("expert_group.cu", function, defines, is_exact=True, waits=True)
 
 
@@ -75,7 +102,7 @@ def _grouped(
     (gate, _, down), (chosen, _), (places, first) = weights, routing, table
     used, (count, inner_width, width) = chosen.shape[1], gate.shape
     pairs, own = chosen.size, (np.int32(count), np.int32(first))
-    most = -(-pairs // _tokens(ops)) + min(count, pairs)
+    most = -(-pairs // TOKENS) + min(count, pairs)
     order, tiles = ops.scratch((pairs,), np.int32), ops.scratch((most, 3), np.int32)
     ops.kernel(PLAN)(
         (1,), 1024, (chosen.ptr, order.ptr, tiles.ptr, np.int32(pairs), *own, np.int32(most))
@@ -83,9 +110,9 @@ def _grouped(
     parts, where = ops.scratch((pairs, width)), (places.ptr, tiles.ptr, order.ptr)
     with ops.scope():
         inner = ops.scratch((pairs, inner_width))
-        grid = -(-inner_width // 64), most
+        grid = -(-inner_width // (_rows(ops, gate) // 2)), most
         _tiled(ops, GROUP_UP, gate, x, where, inner, grid, (used, inner_width, width))
-        grid = -(-width // ROWS), most
+        grid = -(-width // _rows(ops, down)), most
         _tiled(ops, GROUP_DOWN, down, inner, where, parts, grid, (width, inner_width))
     join(ops, routing, parts, None, out, own, adds)
 
@@ -105,7 +132,7 @@ def _tiled(
         halves = gemm.halves_of(ops, x, [weight])[False]
         pointers = *where, halves.units.ptr, halves.scales.ptr, out.ptr
         ops.kernel(instances[weight.type_name])(
-            grid, 256, (*pointers, *map(np.int32, (*sizes, weight.is_tiled))), shared=_shared(ops)
+            grid, 256, (*pointers, *map(np.int32, (*sizes, weight.is_tiled))), shared=_shared(ops, weight)
         )
 
 
@@ -126,11 +153,18 @@ def join(
     ops.kernel(JOIN)((-(-width // 256), tokens), 256, (*pointers, *sizes))
 
 
-def _shared(ops: Launcher) -> int:
+def _tiles(ops: Launcher, weight: CudaWeight) -> int:
+    """Of 16 rows that a warp has."""
+    return _held(CHUNKS[weight.type_name]) if ops.arch // 10 in ROOMY else 1
+
+
+def _rows(ops: Launcher, weight: CudaWeight) -> int:
+    """Of a block."""
+    return ROWS if ops.arch < 80 else 16 * WARPS * _tiles(ops, weight)
+
+
+def _shared(ops: Launcher, weight: CudaWeight) -> int:
+    if ops.arch >= 80:
+        return _shared_of(_pitch(CHUNKS[weight.type_name]), _tiles(ops, weight))
     stride = 2 * gemm.FUSED_COLUMNS + (32 if ops.arch >= 75 else 16)
-    return (ROWS + _tokens(ops)) * stride
-
-
-def _tokens(ops: Launcher) -> int:
-    """Of a tile, whose weights are unpacked once."""
-    return TOKENS * (2 if ops.arch >= 80 else 1)
+    return (ROWS + TOKENS) * stride
