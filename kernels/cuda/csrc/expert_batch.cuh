@@ -1,15 +1,15 @@
-// Products of up to 64 tokens of one expert with its rows, from sm_80 on. Knows neither where rows
-// and tokens come from nor where sums go.
+// Products of up to BATCH tokens of one expert with its rows, from sm_80 on. Knows neither where
+// rows and tokens come from nor where sums go.
 //
 // Eight warps each have TILES tiles of 16 rows and all tokens, so that weights are unpacked once, to
 // registers. Bytes of weights come by asynchronous copies, a stage ahead, to two places of the warp;
-// tokens' halves a step of four groups ahead, to two places of the block. A quad of lanes has row
+// tokens' halves a step of two groups ahead, to two places of the block. A quad of lanes has row
 // lane / 4 of each octet (eight rows): a tile's first and second. Its lanes compute scales for a
 // group each and show them to each other. Columns are summed in their order on the tensor core,
-// however many tokens there are.
+// however many tokens there are and whatever TILES is.
 //
-// -D HELD: TILES where a multiprocessor has room for two such blocks; PITCH: bytes from row to row
-// of what does not lie by tiles, enough for a stage that begins anywhere in 16 bytes.
+// -D TILES: 1, or 2 with half as many tokens, so that these are read half as often; PITCH: bytes
+// from row to row of what does not lie by tiles, enough for a stage that begins anywhere in 16.
 #pragma once
 #include "attention_copies.cuh"
 #include "gemm_tile.cuh"
@@ -18,10 +18,9 @@
 #if VP_ARCH >= 800
 namespace voltapile {
 
-constexpr int TILES = VP_ARCH / 100 == 9 || VP_ARCH / 100 == 10 ? HELD : 1;
-constexpr int OCTETS = 2 * TILES, WARPS = THREADS / 32;
-constexpr int TOKEN_BYTES = 64 * GROUPS, TOKENS_BYTES = TOKENS * TOKEN_BYTES;  // of a step
-using BatchSums = float[TILES][TOKENS / 8][Tile::VALUES];
+constexpr int OCTETS = 2 * TILES, WARPS = THREADS / 32, BATCH = 128 / TILES;
+constexpr int STEP = 2, TOKEN_BYTES = 64 * STEP, TOKENS_BYTES = BATCH * TOKEN_BYTES;
+using BatchSums = float[TILES][BATCH / 8][Tile::VALUES];
 
 template <class F>
 struct Stages {
@@ -94,25 +93,25 @@ struct Stages {
   }
 };
 
-// A step of `count` tokens' units. Odd tokens have pairs of groups exchanged, so that lanes that
-// read together meet distinct banks. rows: of halves, one for each token.
+// A step of `count` tokens' units. Odd tokens have groups exchanged, so that lanes that read
+// together meet distinct banks. rows: of halves, one for each token.
 __device__ __forceinline__ void ask_tokens(std::uint8_t* to, const uint4* halves, const int* rows,
                                            int count, int step, int groups) {
-  const int unit = threadIdx.x % (4 * GROUPS), first = step * 4 * GROUPS + unit;
+  const int unit = threadIdx.x % (4 * STEP), first = step * 4 * STEP + unit;
   if (first >= 4 * groups) return;
-  for (int token = threadIdx.x / (4 * GROUPS); token < count; token += THREADS / (4 * GROUPS))
+  for (int token = threadIdx.x / (4 * STEP); token < count; token += THREADS / (4 * STEP))
     copy_async(to + token * TOKEN_BYTES + 16 * (unit ^ (token & 1) << 2),
                halves + static_cast<long long>(rows[token]) * groups * 4 + first, 16);
 }
 
-// Adds the products of a group, a: of the warp's tiles. tokens: of a step.
+// Adds the products of a group of a step, a: of the warp's tiles.
 __device__ __forceinline__ void multiply_group(const Unit (&a)[TILES][2],
                                                const std::uint8_t* tokens, int group, int count,
                                                int lane, BatchSums& total) {
   const int token = lane >> 2, unit = (4 * group + (lane & 3)) ^ (token & 1) << 2;
   const std::uint8_t* own = tokens + token * TOKEN_BYTES + 16 * unit;
 #pragma unroll
-  for (int n = 0; n < TOKENS / 8; n += 2) {
+  for (int n = 0; n < BATCH / 8; n += 2) {
     if (8 * n >= count) break;
     Unit b[2];
 #pragma unroll
@@ -125,40 +124,50 @@ __device__ __forceinline__ void multiply_group(const Unit (&a)[TILES][2],
   }
 }
 
-// Of a warp's rows in a step. base: the step's first group in the stage; left: groups of the rows
-// from there on; rows: this lane's.
+// A group of a warp's rows as weights. rows: this lane's; group: in the stage; scales: of the four
+// groups to which it belongs, one of them a lane.
 template <class C>
+__device__ __forceinline__ void unpack_group(const Bytes (&rows)[OCTETS], int span, int part,
+                                             const float2 (&scales)[OCTETS][C::SCALES], int holder,
+                                             int lane, Unit (&a)[TILES][2]) {
+#pragma unroll
+  for (int octet = 0; octet < OCTETS; ++octet) {
+    Unit found[C::SPAN];
+    C::unpack(rows[octet], span, lane & 3, found);
+    float2 own[C::SCALES];
+#pragma unroll
+    for (int half = 0; half < C::SCALES; ++half) {
+      const float2 held = scales[octet][half];
+      own[half].x = __shfl_sync(~0u, held.x, (lane & ~3) | holder);
+      own[half].y = C::OFFSET ? __shfl_sync(~0u, held.y, (lane & ~3) | holder) : 0.0f;
+    }
+    finish_unit<C>(found[part], own);
+    a[octet >> 1][octet & 1] = found[part];
+  }
+}
+
+// Of a warp's rows, up to four groups. base: the first in the stage; left: groups from there on;
+// next_tokens(): those of the next step, by all threads.
+template <class C, class Tokens>
 __device__ __forceinline__ void multiply_rows(const Bytes (&rows)[OCTETS], int base, int left,
-                                              const std::uint8_t* tokens, int count, int lane,
+                                              const std::uint8_t* tokens,
+                                              const Tokens& next_tokens, int count, int lane,
                                               BatchSums& total) {
-  const int p = lane & 3;
-  float2 own[OCTETS][C::SCALES];
+  float2 scales[OCTETS][C::SCALES];
 #pragma unroll
   for (int i = 0; i < OCTETS * C::SCALES; ++i) {
     const int octet = i / C::SCALES, half = i % C::SCALES;
-    own[octet][half] = C::scale(rows[octet], (base + p) * C::SCALES + half);
+    scales[octet][half] = C::scale(rows[octet], (base + (lane & 3)) * C::SCALES + half);
   }
 #pragma unroll 1
   for (int first = 0; first < min(GROUPS, left); first += C::SPAN) {
 #pragma unroll
     for (int part = 0; part < C::SPAN; ++part) {
+      const int group = first + part;
+      if (group == STEP) tokens = next_tokens();
       Unit a[TILES][2];
-#pragma unroll
-      for (int octet = 0; octet < OCTETS; ++octet) {
-        Unit found[C::SPAN];
-        C::unpack(rows[octet], (base + first) / C::SPAN, p, found);
-        float2 scales[C::SCALES];
-#pragma unroll
-        for (int half = 0; half < C::SCALES; ++half) {
-          const float2 mine = own[octet][half];
-          const int holder = (lane & ~3) + first + part;
-          scales[half].x = __shfl_sync(~0u, mine.x, holder);
-          scales[half].y = C::OFFSET ? __shfl_sync(~0u, mine.y, holder) : 0.0f;
-        }
-        finish_unit<C>(found[part], scales);
-        a[octet >> 1][octet & 1] = found[part];
-      }
-      multiply_group(a, tokens, first + part, count, lane, total);
+      unpack_group<C>(rows, (base + first) / C::SPAN, part, scales, group, lane, a);
+      multiply_group(a, tokens, group % STEP, count, lane, total);
     }
   }
 }
@@ -171,7 +180,6 @@ __device__ __forceinline__ void multiply_batch(const Octet& octet_at, bool is_ti
                                                int count, std::uint8_t* shared,
                                                BatchSums& total) {
   using S = Stages<F>;
-  constexpr int EACH = S::SIZE / GROUPS;  // steps of a stage
   const int lane = threadIdx.x & 31, groups = k / 32, rounded = (count + 15) & ~15;
   std::uint8_t* weights = shared + 2 * TOKENS_BYTES + (threadIdx.x >> 5) * 2 * S::BYTES;
   const S stages(is_tiled, k, lane);
@@ -179,23 +187,30 @@ __device__ __forceinline__ void multiply_batch(const Octet& octet_at, bool is_ti
   ask_tokens(shared, halves, token_rows, rounded, 0, groups);
   commit_copies();
   commit_copies();
-#pragma unroll 1
-  for (int step = 0; step * GROUPS < groups; ++step) {
-    const int stage = step / EACH;
-    wait_for_copies<EACH == 1 ? 0 : 1>();  // a stage of two steps may be under way
+  int step = 0;
+  const auto next_tokens = [&] {
+    const int stage = step * STEP / S::SIZE;
+    wait_for_copies<1>();  // weights that were asked for a step ago may be under way
     __syncthreads();  // the step's tokens are there for all, and the last one's are not read again
     ask_tokens(shared + (step + 1 & 1) * TOKENS_BYTES, halves, token_rows, rounded, step + 1,
                groups);
     commit_copies();
-    if (step % EACH == 0) stages.ask(weights + (stage + 1 & 1) * S::BYTES, octet_at, stage + 1);
+    if (step * STEP % S::SIZE == 0)
+      stages.ask(weights + (stage + 1 & 1) * S::BYTES, octet_at, stage + 1);
     commit_copies();
+    return shared + (step++ & 1) * TOKENS_BYTES;
+  };
+#pragma unroll 1
+  for (int first = 0; first < groups; first += GROUPS) {
+    const std::uint8_t* tokens = next_tokens();
+    const int stage = first / S::SIZE;
     Bytes rows[OCTETS];
 #pragma unroll
     for (int octet = 0; octet < OCTETS; ++octet)
       rows[octet] = weights + (stage & 1) * S::BYTES +
                     stages.row_at(octet_at(octet), octet, stage);
-    multiply_rows<Codec<F>>(rows, step % EACH * GROUPS, groups - step * GROUPS,
-                            shared + (step & 1) * TOKENS_BYTES, count, lane, total);
+    multiply_rows<Codec<F>>(rows, first % S::SIZE, groups - first, tokens, next_tokens, count,
+                            lane, total);
   }
 }
 

@@ -1,8 +1,8 @@
 // Experts of many tokens: pairs of a token and one of its experts, sorted by expert, so that a tile
-// of up to 64 tokens has one expert. Everything is planned on the device. Products are those of
+// of tokens has one expert. Everything is planned on the device. Products are those of
 // expert_batch.cuh, before sm_80 of gemm_tile.cuh.
 //
-// A place is a pair's number in that order. -D FORMAT; PLANE 0; HELD and PITCH as in
+// A place is a pair's number in that order. -D FORMAT; PLANE 0; TILES and PITCH as in
 // expert_batch.cuh. Functions that do not need FORMAT are compiled with any.
 #include "expert_batch.cuh"
 #include "expert_table.cuh"
@@ -77,10 +77,10 @@ __device__ __forceinline__ void sum_before(int& a, int& b, int (*scratch)[2]) {
 using namespace voltapile;
 
 // grid: (1), 1024 threads; no more than 1024 experts. order: [pairs]: the pair at each place;
-// tiles: [most], those that are not needed have no tokens.
+// tiles: [most] of up to `size` tokens, those that are not needed have none.
 extern "C" __global__ void __launch_bounds__(1024)
 expert_plan(const int* chosen, int* order, Group* tiles, int pairs, int count, int first,
-            int most) {
+            int most, int size) {
   __shared__ int counts[1024], scratch[1024][2], used_tiles;
   grid_launch();
   grid_wait();
@@ -92,11 +92,11 @@ expert_plan(const int* chosen, int* order, Group* tiles, int pairs, int count, i
     if (local >= 0 && local < count) atomicAdd(counts + local, 1);
   }
   __syncthreads();
-  const int own = counts[expert], own_tiles = (own + TOKENS - 1) / TOKENS;
+  const int own = counts[expert], own_tiles = (own + size - 1) / size;
   int place = own, tile = own_tiles;
   sum_before(place, tile, scratch);
   for (int i = 0; i < own_tiles; ++i)
-    tiles[tile + i] = {expert, place + i * TOKENS, min(TOKENS, own - i * TOKENS)};
+    tiles[tile + i] = {expert, place + i * size, min(size, own - i * size)};
   if (threadIdx.x == 1023) used_tiles = tile + own_tiles;
   counts[expert] = place;  // the next that is free
   __syncthreads();
@@ -115,13 +115,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     expert_group_up(const Expert* table, const Group* tiles, const int* order, const uint4* halves,
                     const float* scales, float* inner, int used, int rows, int k, int is_tiled) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  __shared__ int tokens[TOKENS];
+  __shared__ int tokens[BATCH];
   __shared__ Bytes matrices[2];  // not in registers, of which there are too few
   grid_launch();
   grid_wait();
   const Group own = tiles[blockIdx.y];
   if (own.count == 0) return;
-  if (threadIdx.x < TOKENS)
+  if (threadIdx.x < BATCH)
     tokens[threadIdx.x] =
         order[own.first + min(static_cast<int>(threadIdx.x), own.count - 1)] / used;
   if (threadIdx.x < 2) matrices[threadIdx.x] = table[own.expert].matrices[threadIdx.x];
@@ -138,8 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       },
       is_tiled, halves, tokens, k, own.count, shared, total);
 #pragma unroll
-  for (int i = 0; i < TILES * TOKENS / 8 * 2; ++i) {
-    const int m = i / (TOKENS / 4), n = i / 2 % (TOKENS / 8), e = i % 2;
+  for (int i = 0; i < TILES * BATCH / 8 * 2; ++i) {
+    const int m = i / (BATCH / 4), n = i / 2 % (BATCH / 8), e = i % 2;
     const int row = first_row + 8 * m + (lane >> 2), token = 8 * n + 2 * (lane & 3) + e;
     if (row >= rows || token >= own.count) continue;
     const float scale = scales[tokens[token]], value = total[m][n][e] * scale;
@@ -155,12 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                       const uint4* halves, const float* scales, float* parts, int rows, int k,
                       int is_tiled) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  __shared__ int places[TOKENS];
+  __shared__ int places[BATCH];
   grid_launch();
   grid_wait();
   const Group own = tiles[blockIdx.y];
   if (own.count == 0) return;
-  if (threadIdx.x < TOKENS)
+  if (threadIdx.x < BATCH)
     places[threadIdx.x] = own.first + min(static_cast<int>(threadIdx.x), own.count - 1);
   __syncthreads();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -175,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       },
       is_tiled, halves, places, k, own.count, shared, total);
 #pragma unroll
-  for (int i = 0; i < TILES * TOKENS / 8 * 4; ++i) {
-    const int m = i / (TOKENS / 2), n = i / 4 % (TOKENS / 8), e = i % 4;
+  for (int i = 0; i < TILES * BATCH / 8 * 4; ++i) {
+    const int m = i / (BATCH / 2), n = i / 4 % (BATCH / 8), e = i % 4;
     const int row = first_row + 16 * m + 8 * (e >> 1) + (lane >> 2);
     const int token = 8 * n + 2 * (lane & 3) + (e & 1), place = own.first + token;
     if (row >= rows || token >= own.count) continue;
