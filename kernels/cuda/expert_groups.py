@@ -21,7 +21,7 @@ MOST_PAIRS = 32768  # sorted at once: no more tiles than a grid's second axis ha
 FROM = 16  # tokens; fewer are better off one by one
 WARPS, BATCH = 8, 128  # of a block from sm_80 on; tokens of a warp that has one tile of 16 rows
 FEW = 48  # tokens of an expert, on average, for which two tiles of rows are better
-STATIC = 1024  # bytes of shared memory that a block has beside those it is given
+STATIC = 2048  # bytes of shared memory that a block has beside those it is given
 ROOMY = 9, 10  # major versions whose multiprocessors have 228 KiB of shared memory
 HALF = 113 << 10  # bytes that each of two blocks may take there
 

@@ -70,10 +70,11 @@ struct Stages {
     }
   }
   // Where a lane's row of an octet is in what came.
-  __device__ __forceinline__ int row_at(Bytes octet, int index, int stage) const {
-    const int at = index * OCTET_BYTES;
+  template <class Octet>
+  __device__ __forceinline__ int row_at(const Octet& octet_at, int octet, int stage) const {
+    const int at = octet * OCTET_BYTES;
     if (is_whole) return at + (lane >> 2) * C::BYTES;
-    const int low = C::ALIGN < 16 ? low_bits(octet + begin(stage) + row_offset()) : 0;
+    const int low = C::ALIGN < 16 ? low_bits(octet_at(octet) + begin(stage) + row_offset()) : 0;
     return at + (lane >> 2) * PITCH + low;
   }
 
@@ -94,14 +95,18 @@ struct Stages {
 };
 
 // A step of `count` tokens' units. Odd tokens have groups exchanged, so that lanes that read
-// together meet distinct banks. rows: of halves, one for each token.
-__device__ __forceinline__ void ask_tokens(std::uint8_t* to, const uint4* halves, const int* rows,
-                                           int count, int step, int groups) {
+// together meet distinct banks.
+__device__ __forceinline__ void ask_tokens(std::uint8_t* to, const uint4* const* tokens, int count,
+                                           int step, int groups) {
   const int unit = threadIdx.x % (4 * STEP), first = step * 4 * STEP + unit;
+  const int own = threadIdx.x / (4 * STEP);
   if (first >= 4 * groups) return;
-  for (int token = threadIdx.x / (4 * STEP); token < count; token += THREADS / (4 * STEP))
-    copy_async(to + token * TOKEN_BYTES + 16 * (unit ^ (token & 1) << 2),
-               halves + static_cast<long long>(rows[token]) * groups * 4 + first, 16);
+  to += own * TOKEN_BYTES + 16 * (unit ^ (own & 1) << 2);
+  constexpr int EACH = THREADS / (4 * STEP);  // tokens at once, an even number
+#pragma unroll
+  for (int i = 0; i < BATCH / EACH; ++i)
+    if (own + i * EACH < count)
+      copy_async(to + i * EACH * TOKEN_BYTES, tokens[own + i * EACH] + first, 16);
 }
 
 // Adds the products of a group of a step, a: of the warp's tiles.
@@ -124,8 +129,8 @@ __device__ __forceinline__ void multiply_group(const Unit (&a)[TILES][2],
   }
 }
 
-// A group of a warp's rows as weights. rows: this lane's; group: in the stage; scales: of the four
-// groups to which it belongs, one of them a lane.
+// A group of a warp's rows as weights. rows: this lane's; scales: of four groups, one of them a
+// lane, that of this one `holder`.
 template <class C>
 __device__ __forceinline__ void unpack_group(const Bytes (&rows)[OCTETS], int span, int part,
                                              const float2 (&scales)[OCTETS][C::SCALES], int holder,
@@ -164,7 +169,10 @@ __device__ __forceinline__ void multiply_rows(const Bytes (&rows)[OCTETS], int b
 #pragma unroll
     for (int part = 0; part < C::SPAN; ++part) {
       const int group = first + part;
-      if (group == STEP) tokens = next_tokens();
+      if (group == STEP) {
+        tokens = next_tokens();
+        commit_copies();
+      }
       Unit a[TILES][2];
       unpack_group<C>(rows, (base + first) / C::SPAN, part, scales, group, lane, a);
       multiply_group(a, tokens, group % STEP, count, lane, total);
@@ -172,45 +180,42 @@ __device__ __forceinline__ void multiply_rows(const Bytes (&rows)[OCTETS], int b
   }
 }
 
-// shared: [2][TOKENS_BYTES], [WARPS][2][Stages::BYTES]. token_rows: in shared memory, for `count`
-// tokens rounded up to 16. By all threads, which have met since those are there.
+// shared: [2][TOKENS_BYTES], [WARPS][2][Stages::BYTES]. tokens: the units of each of `count`, a
+// number rounded up to 16, in shared memory. By all threads, which have met since those are there.
 template <class F, class Octet>
 __device__ __forceinline__ void multiply_batch(const Octet& octet_at, bool is_tiled,
-                                               const uint4* halves, const int* token_rows, int k,
-                                               int count, std::uint8_t* shared,
-                                               BatchSums& total) {
+                                               const uint4* const* tokens, int k, int count,
+                                               std::uint8_t* shared, BatchSums& total) {
   using S = Stages<F>;
   const int lane = threadIdx.x & 31, groups = k / 32, rounded = (count + 15) & ~15;
   std::uint8_t* weights = shared + 2 * TOKENS_BYTES + (threadIdx.x >> 5) * 2 * S::BYTES;
   const S stages(is_tiled, k, lane);
   stages.ask(weights, octet_at, 0);
-  ask_tokens(shared, halves, token_rows, rounded, 0, groups);
+  ask_tokens(shared, tokens, rounded, 0, groups);
   commit_copies();
   commit_copies();
   int step = 0;
-  const auto next_tokens = [&] {
-    const int stage = step * STEP / S::SIZE;
+  const auto next_tokens = [&] {  // a group of copies, or none, is to be committed behind it
     wait_for_copies<1>();  // weights that were asked for a step ago may be under way
     __syncthreads();  // the step's tokens are there for all, and the last one's are not read again
-    ask_tokens(shared + (step + 1 & 1) * TOKENS_BYTES, halves, token_rows, rounded, step + 1,
-               groups);
-    commit_copies();
-    if (step * STEP % S::SIZE == 0)
-      stages.ask(weights + (stage + 1 & 1) * S::BYTES, octet_at, stage + 1);
+    ask_tokens(shared + (step + 1 & 1) * TOKENS_BYTES, tokens, rounded, step + 1, groups);
     commit_copies();
     return shared + (step++ & 1) * TOKENS_BYTES;
   };
 #pragma unroll 1
   for (int first = 0; first < groups; first += GROUPS) {
-    const std::uint8_t* tokens = next_tokens();
+    const std::uint8_t* units = next_tokens();
     const int stage = first / S::SIZE;
+    std::uint8_t* own = weights + (stage & 1) * S::BYTES;
+    if (first % S::SIZE == 0)
+      stages.ask(weights + (stage + 1 & 1) * S::BYTES, octet_at, stage + 1);
+    commit_copies();
     Bytes rows[OCTETS];
 #pragma unroll
     for (int octet = 0; octet < OCTETS; ++octet)
-      rows[octet] = weights + (stage & 1) * S::BYTES +
-                    stages.row_at(octet_at(octet), octet, stage);
-    multiply_rows<Codec<F>>(rows, first % S::SIZE, groups - first, tokens, next_tokens, count,
-                            lane, total);
+      rows[octet] = own + stages.row_at(octet_at, octet, stage);
+    multiply_rows<Codec<F>>(rows, first % S::SIZE, groups - first, units, next_tokens, count, lane,
+                            total);
   }
 }
 

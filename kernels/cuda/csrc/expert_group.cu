@@ -115,15 +115,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     expert_group_up(const Expert* table, const Group* tiles, const int* order, const uint4* halves,
                     const float* scales, float* inner, int used, int rows, int k, int is_tiled) {
   extern __shared__ __align__(128) std::uint8_t shared[];
+  __shared__ const uint4* units[BATCH];
   __shared__ int tokens[BATCH];
   __shared__ Bytes matrices[2];  // not in registers, of which there are too few
   grid_launch();
   grid_wait();
   const Group own = tiles[blockIdx.y];
   if (own.count == 0) return;
-  if (threadIdx.x < BATCH)
-    tokens[threadIdx.x] =
-        order[own.first + min(static_cast<int>(threadIdx.x), own.count - 1)] / used;
+  if (threadIdx.x < BATCH) {
+    const int token = order[own.first + min(static_cast<int>(threadIdx.x), own.count - 1)] / used;
+    tokens[threadIdx.x] = token;
+    units[threadIdx.x] = halves + static_cast<long long>(token) * (k / 8);
+  }
   if (threadIdx.x < 2) matrices[threadIdx.x] = table[own.expert].matrices[threadIdx.x];
   __syncthreads();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -136,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const int row = min(first_row + 8 * (octet >> 1), rows - 8);
         return row_at(matrices[octet & 1], lay, row, row_bytes);
       },
-      is_tiled, halves, tokens, k, own.count, shared, total);
+      is_tiled, units, k, own.count, shared, total);
 #pragma unroll
   for (int i = 0; i < TILES * BATCH / 8 * 2; ++i) {
     const int m = i / (BATCH / 4), n = i / 2 % (BATCH / 8), e = i % 2;
@@ -155,13 +158,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                       const uint4* halves, const float* scales, float* parts, int rows, int k,
                       int is_tiled) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  __shared__ int places[BATCH];
+  __shared__ const uint4* units[BATCH];
   grid_launch();
   grid_wait();
   const Group own = tiles[blockIdx.y];
   if (own.count == 0) return;
   if (threadIdx.x < BATCH)
-    places[threadIdx.x] = own.first + min(static_cast<int>(threadIdx.x), own.count - 1);
+    units[threadIdx.x] =
+        halves + static_cast<long long>(
+                     own.first + min(static_cast<int>(threadIdx.x), own.count - 1)) * (k / 8);
   __syncthreads();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int first_row = 16 * TILES * (blockIdx.x * WARPS + warp);
@@ -173,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       [&](int octet) {
         return row_at(weights, lay, min(first_row + 8 * octet, rows - 8), row_bytes);
       },
-      is_tiled, halves, places, k, own.count, shared, total);
+      is_tiled, units, k, own.count, shared, total);
 #pragma unroll
   for (int i = 0; i < TILES * BATCH / 8 * 4; ++i) {
     const int m = i / (BATCH / 2), n = i / 4 % (BATCH / 8), e = i % 4;
