@@ -114,9 +114,7 @@ def _grouped(
         inner = ops.scratch((pairs, inner_width))
         sizes = used, inner_width, width
         _multiply(ops, GROUP_UP, gate, x, where, inner, 2 * inner_width, sizes, is_few)
-        _multiply(
-            ops, GROUP_DOWN, down, inner, where, parts, width, (width, inner_width), is_few
-        )
+        _multiply(ops, GROUP_DOWN, down, inner, where, parts, width, (width, inner_width), is_few)
     join(ops, routing, parts, None, out, own, adds)
 
 

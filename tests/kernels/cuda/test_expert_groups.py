@@ -72,17 +72,17 @@ def test_tiles_of_any_size(ops: Any, monkeypatch: pytest.MonkeyPatch, name: str)
     np.testing.assert_array_equal(found(np.arange(tokens)), together)
 
 
-def test_both_kinds_are_taken(ops: Any) -> None:
+def test_both_kinds_are_taken(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tiles of rows a warp, where experts have few tokens and blocks much shared memory."""
     width, name = 96, "Q4_0"
     shapes = (2, 96, width), (2, 96, width), (2, width, 96)
     weights = [ops.weight(random_raw(name, 2 * n, k, 0).reshape(-1), name, (e, n, k))
                for e, n, k in shapes]  # fmt: skip
     table = ops.expert_table(*weights, 0)
+    monkeypatch.setattr(ops, "alone", 0)
     for tokens in (40, 130):
         ops.launched.clear()
         routing = ops.zeros((tokens, 1), np.int32), ops.array(np.ones((tokens, 1), np.float32))
-        ops.alone = 0
         ops.experts(ops.array(normal(1, tokens, width)), routing, table)
         kinds = {
             dict(each.defines)["TILES"] for each, *_ in ops.launched if each.function[-2:] == "up"
