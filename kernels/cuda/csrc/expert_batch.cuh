@@ -1,10 +1,10 @@
 // Products of up to BATCH tokens of one expert with its rows, from sm_80 on. Knows neither where
 // rows and tokens come from nor where sums go.
 //
-// Eight warps each have TILES tiles of 16 rows and all tokens, so that weights are unpacked once, to
-// registers. Bytes of weights come by asynchronous copies, a stage ahead, to two places of the warp;
-// tokens' halves a step of two groups ahead, to two places of the block. A quad of lanes has row
-// lane / 4 of each octet (eight rows): a tile's first and second. Its lanes compute scales for a
+// Eight warps each have TILES tiles of 16 rows and all tokens, so that weights are unpacked once,
+// to registers. Bytes of weights come by asynchronous copies, a stage ahead, to two places of the
+// warp; tokens' halves a step of two groups ahead, to two places of the block. A quad of lanes has
+// row lane / 4 of each octet (eight rows): a tile's first and second. Its lanes compute scales for a
 // group each and show them to each other. Columns are summed in their order on the tensor core,
 // however many tokens there are and whatever TILES is.
 //
