@@ -4,9 +4,9 @@
 // Eight warps each have TILES tiles of 16 rows and all tokens, so that weights are unpacked once,
 // to registers. Bytes of weights come by asynchronous copies, a stage ahead, to two places of the
 // warp; tokens' halves a step of two groups ahead, to two places of the block. A quad of lanes has
-// row lane / 4 of each octet (eight rows): a tile's first and second. Its lanes compute scales for a
-// group each and show them to each other. Columns are summed in their order on the tensor core,
-// however many tokens there are and whatever TILES is.
+// row lane / 4 of each octet (eight rows): a tile's first and second. Its lanes compute scales
+// for a group each and show them to each other. Columns are summed in their order on the tensor
+// core, however many tokens there are and whatever TILES is.
 //
 // -D TILES: 1, or 2 with half as many tokens, so that these are read half as often; PITCH: bytes
 // from row to row of what does not lie by tiles, enough for a stage that begins anywhere in 16.
