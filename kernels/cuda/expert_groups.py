@@ -107,8 +107,8 @@ def _grouped(
     batch = TOKENS if is_few or ops.arch < 80 else BATCH
     most = -(-pairs // batch) + min(count, pairs)
     order, tiles = ops.scratch((pairs,), np.int32), ops.scratch((most, 3), np.int32)
-    sizes = np.int32(pairs), *own, np.int32(most), np.int32(batch)
-    ops.kernel(PLAN)((1,), 1024, (chosen.ptr, order.ptr, tiles.ptr, *sizes))
+    limits = np.int32(pairs), *own, np.int32(most), np.int32(batch)
+    ops.kernel(PLAN)((1,), 1024, (chosen.ptr, order.ptr, tiles.ptr, *limits))
     parts, where = ops.scratch((pairs, width)), (places, tiles, order)
     with ops.scope():
         inner = ops.scratch((pairs, inner_width))
