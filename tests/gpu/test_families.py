@@ -19,6 +19,7 @@ from ..kernels.cuda.test_delta import (  # noqa: F401
     test_cuts_between_chunks_change_no_bits,
     test_no_token_is_left_out,
 )
+from ..kernels.cuda.test_expert_groups import test_tiles_of_any_size  # noqa: F401
 from ..kernels.cuda.test_expert_stream import test_shared_expert  # noqa: F401
 from ..kernels.cuda.test_families import (  # noqa: F401
     test_choice,

@@ -1,74 +1,34 @@
 // Experts of many tokens: pairs of a token and one of its experts, sorted by expert, so that a tile
-// of gemm_tile.cuh has tokens of one expert. Everything is planned on the device.
+// of tokens has one expert. Everything is planned on the device. Products are those of
+// expert_batch.cuh, before sm_80 of gemm_tile.cuh.
 //
-// A place is a pair's number in that order. -D FORMAT; PLANE 0. Functions that do not need FORMAT
-// are compiled with any.
+// A place is a pair's number in that order. -D FORMAT; PLANE 0; TILES and PITCH as in
+// expert_batch.cuh. Functions that do not need FORMAT are compiled with any.
+#include "expert_batch.cuh"
 #include "expert_table.cuh"
-#include "gemm_tile.cuh"
 #include "grid.cuh"
-#include "tiles.cuh"
 
 namespace voltapile {
 
 using F = formats::FORMAT;
 using C = Codec<F>;
 
-constexpr int TURNS = VP_ARCH >= 800 ? 2 : 1;  // of TOKENS, for which weights are unpacked once
-
 // Of one expert; in global memory.
 struct Group {
   int expert, first, count;  // places first to first + count - 1; expert: its number in the table
 };
 
-// The first of the 32 tokens that a warp has in a turn.
-__device__ __forceinline__ int first_of(int turn, int warp) {
-  return turn * TOKENS + (warp & 1) * 32;
-}
+#if VP_ARCH < 800
+// The first of the 32 tokens that a warp has.
+__device__ __forceinline__ int first_of(int warp) { return (warp & 1) * 32; }
 
-using Sums = float[TURNS][2 * 4][Tile::VALUES];  // of row tile m and token tile n: 4 m + n
-
-// Adds a step's products of this warp's 2 tiles of rows with 4 of tokens in each turn. From sm_80
-// on sums stay on the tensor core.
-__device__ __forceinline__ void multiply_turns(const std::uint8_t* rows, const std::uint8_t* tokens,
-                                               int count, int warp, const Tile& tile,
-                                               Sums& total) {
-#if VP_ARCH >= 800
-#pragma unroll 1
-  for (int group = 0; group < GROUPS; ++group) {
-    Unit a[2][Tile::ROWS * Tile::UNITS];
-#pragma unroll
-    for (int i = 0; i < 2 * Tile::ROWS * Tile::UNITS; ++i) {
-      const int m = i / (Tile::ROWS * Tile::UNITS), held = i % (Tile::ROWS * Tile::UNITS);
-      a[m][held] = unit_at(rows + (16 * m + tile.row(held)) * STRIDE, group, tile.unit(0));
-    }
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-      if (first_of(turn, warp) >= count) break;
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int token = first_of(turn, warp) + 8 * n + dealt(tile.token());
-        const Unit b = unit_at(tokens + token * STRIDE, group, tile.unit(0));
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-          for (int m = 0; m < 2; ++m) Tile::multiply(total[turn][4 * m + n], a[m], &b, half);
-      }
-    }
-  }
-#else
-  if (first_of(0, warp) < count)
-    multiply_step(rows, tokens + first_of(0, warp) * STRIDE, tile,
-                  reinterpret_cast<float(&)[SUMS]>(total[0]));
-#endif
-}
-
-// Sums of 128 rows times TURNS times 64 tokens. row_begin: where one of the 128 rows is, whose
-// chunks are chunk_bytes apart; token_at: the units of one of the tokens. count: of tokens.
+// Sums of 128 rows times 64 tokens. row_begin: where one of the 128 rows is, whose chunks are
+// chunk_bytes apart; token_at: the units of one of the tokens. count: of tokens.
 template <class Row, class Token>
 __device__ __forceinline__ void multiply_tile(const Row& row_begin, int chunk_bytes,
                                               const Token& token_at, int groups,
                                               std::uint8_t* shared, int count, int warp,
-                                              const Tile& tile, Sums& total) {
+                                              const Tile& tile, float (&total)[SUMS]) {
   std::uint8_t *row_units = shared, *token_units = shared + ROWS * STRIDE;
   constexpr int TASKS = ROWS * (GROUPS / C::SPAN);  // row, span
   const int p = threadIdx.x & 3;
@@ -85,16 +45,19 @@ __device__ __forceinline__ void multiply_tile(const Row& row_begin, int chunk_by
       }
     }
 #pragma unroll 2
-    for (int task = threadIdx.x; task < TURNS * TOKENS * GROUPS * 4; task += THREADS) {
+    for (int task = threadIdx.x; task < TOKENS * GROUPS * 4; task += THREADS) {
       const int token = task / (GROUPS * 4), unit = task % (GROUPS * 4);
       *reinterpret_cast<uint4*>(token_units + token * STRIDE + 16 * unit) =
           first + unit / 4 < groups ? token_at(token)[first * 4 + unit] : uint4{0, 0, 0, 0};
     }
     __syncthreads();
-    multiply_turns(row_units + (warp >> 1) * 32 * STRIDE, token_units, count, warp, tile, total);
+    if (first_of(warp) < count)
+      multiply_step(row_units + (warp >> 1) * 32 * STRIDE, token_units + first_of(warp) * STRIDE,
+                    tile, total);
     __syncthreads();
   }
 }
+#endif
 
 // Exclusive sums of two counts for each of the block's 1024 threads.
 __device__ __forceinline__ void sum_before(int& a, int& b, int (*scratch)[2]) {
@@ -114,10 +77,10 @@ __device__ __forceinline__ void sum_before(int& a, int& b, int (*scratch)[2]) {
 using namespace voltapile;
 
 // grid: (1), 1024 threads; no more than 1024 experts. order: [pairs]: the pair at each place;
-// tiles: [most], those that are not needed have no tokens.
+// tiles: [most] of up to `size` tokens, those that are not needed have none.
 extern "C" __global__ void __launch_bounds__(1024)
 expert_plan(const int* chosen, int* order, Group* tiles, int pairs, int count, int first,
-            int most) {
+            int most, int size) {
   __shared__ int counts[1024], scratch[1024][2], used_tiles;
   grid_launch();
   grid_wait();
@@ -129,12 +92,11 @@ expert_plan(const int* chosen, int* order, Group* tiles, int pairs, int count, i
     if (local >= 0 && local < count) atomicAdd(counts + local, 1);
   }
   __syncthreads();
-  constexpr int MOST = TURNS * TOKENS;
-  const int own = counts[expert], own_tiles = (own + MOST - 1) / MOST;
+  const int own = counts[expert], own_tiles = (own + size - 1) / size;
   int place = own, tile = own_tiles;
   sum_before(place, tile, scratch);
   for (int i = 0; i < own_tiles; ++i)
-    tiles[tile + i] = {expert, place + i * MOST, min(MOST, own - i * MOST)};
+    tiles[tile + i] = {expert, place + i * size, min(size, own - i * size)};
   if (threadIdx.x == 1023) used_tiles = tile + own_tiles;
   counts[expert] = place;  // the next that is free
   __syncthreads();
@@ -145,13 +107,95 @@ expert_plan(const int* chosen, int* order, Group* tiles, int pairs, int count, i
   }
 }
 
-// grid: (rows / 64, tiles), 256 threads. halves: [tokens][k / 32][4] units, scales [tokens]. inner:
-// [places][rows]: silu(gate x) * up x. Of a warp's 32 rows 16 are the gate's, 16 those of up.
-extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
+#if VP_ARCH >= 800
+// grid: (rows / 64 TILES, tiles), 256 threads. halves: [tokens][k / 32][4] units, scales [tokens].
+// inner: [places][rows]: silu(gate x) * up x. A tile's first octet is of the gate, its second of
+// up. rows is a multiple of 8.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     expert_group_up(const Expert* table, const Group* tiles, const int* order, const uint4* halves,
                     const float* scales, float* inner, int used, int rows, int k, int is_tiled) {
   extern __shared__ __align__(128) std::uint8_t shared[];
-  __shared__ int tokens[TURNS * TOKENS];
+  __shared__ const uint4* units[BATCH];
+  __shared__ int tokens[BATCH];
+  __shared__ Bytes matrices[2];  // not in registers, of which there are too few
+  grid_launch();
+  grid_wait();
+  const Group own = tiles[blockIdx.y];
+  if (own.count == 0) return;
+  if (threadIdx.x < BATCH) {
+    const int token = order[own.first + min(static_cast<int>(threadIdx.x), own.count - 1)] / used;
+    tokens[threadIdx.x] = token;
+    units[threadIdx.x] = halves + static_cast<long long>(token) * (k / 8);
+  }
+  if (threadIdx.x < 2) matrices[threadIdx.x] = table[own.expert].matrices[threadIdx.x];
+  __syncthreads();
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int first_row = 8 * TILES * (blockIdx.x * WARPS + warp);
+  const int row_bytes = k / F::length * F::bytes;
+  const Lay lay = lay_of(HAS_TILES<F> && is_tiled, C::BYTES, row_bytes);
+  BatchSums total = {};
+  multiply_batch<F>(
+      [&](int octet) {
+        const int row = min(first_row + 8 * (octet >> 1), rows - 8);
+        return row_at(matrices[octet & 1], lay, row, row_bytes);
+      },
+      is_tiled, units, k, own.count, shared, total);
+#pragma unroll
+  for (int i = 0; i < TILES * BATCH / 8 * 2; ++i) {
+    const int m = i / (BATCH / 4), n = i / 2 % (BATCH / 8), e = i % 2;
+    const int row = first_row + 8 * m + (lane >> 2), token = 8 * n + 2 * (lane & 3) + e;
+    if (row >= rows || token >= own.count) continue;
+    const float scale = scales[tokens[token]], value = total[m][n][e] * scale;
+    inner[static_cast<long long>(own.first + token) * rows + row] =
+        value / (1.0f + expf(-value)) * (total[m][n][2 + e] * scale);
+  }
+}
+
+// grid: (rows / 128 TILES, tiles), 256 threads. halves, scales: of places. parts: [pairs][rows].
+// rows is a multiple of 8.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    expert_group_down(const Expert* table, const Group* tiles, const int* order,
+                      const uint4* halves, const float* scales, float* parts, int rows, int k,
+                      int is_tiled) {
+  extern __shared__ __align__(128) std::uint8_t shared[];
+  __shared__ const uint4* units[BATCH];
+  grid_launch();
+  grid_wait();
+  const Group own = tiles[blockIdx.y];
+  if (own.count == 0) return;
+  if (threadIdx.x < BATCH)
+    units[threadIdx.x] =
+        halves + static_cast<long long>(
+                     own.first + min(static_cast<int>(threadIdx.x), own.count - 1)) * (k / 8);
+  __syncthreads();
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int first_row = 16 * TILES * (blockIdx.x * WARPS + warp);
+  const int row_bytes = k / F::length * F::bytes;
+  const Lay lay = lay_of(HAS_TILES<F> && is_tiled, C::BYTES, row_bytes);
+  const Bytes weights = table[own.expert].matrices[DOWN];
+  BatchSums total = {};
+  multiply_batch<F>(
+      [&](int octet) {
+        return row_at(weights, lay, min(first_row + 8 * octet, rows - 8), row_bytes);
+      },
+      is_tiled, units, k, own.count, shared, total);
+#pragma unroll
+  for (int i = 0; i < TILES * BATCH / 8 * 4; ++i) {
+    const int m = i / (BATCH / 2), n = i / 4 % (BATCH / 8), e = i % 4;
+    const int row = first_row + 16 * m + 8 * (e >> 1) + (lane >> 2);
+    const int token = 8 * n + 2 * (lane & 3) + (e & 1), place = own.first + token;
+    if (row >= rows || token >= own.count) continue;
+    parts[static_cast<long long>(order[place]) * rows + row] = total[m][n][e] * scales[place];
+  }
+}
+#else
+// grid: (rows / 64, tiles), 256 threads. halves: [tokens][k / 32][4] units, scales [tokens]. inner:
+// [places][rows]: silu(gate x) * up x. Of a warp's 32 rows 16 are the gate's, 16 those of up.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    expert_group_up(const Expert* table, const Group* tiles, const int* order, const uint4* halves,
+                    const float* scales, float* inner, int used, int rows, int k, int is_tiled) {
+  extern __shared__ __align__(128) std::uint8_t shared[];
+  __shared__ int tokens[TOKENS];
   __shared__ Bytes matrices[2];  // not in registers, of which there are too few
   grid_launch();
   grid_wait();
@@ -161,12 +205,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   const Tile tile{static_cast<int>(threadIdx.x & 31)};
   const int row_bytes = k / F::length * F::bytes;
   const Lay lay = lay_of(HAS_TILES<F> && is_tiled, C::BYTES, row_bytes);
-  if (threadIdx.x < TURNS * TOKENS)
+  if (threadIdx.x < TOKENS)
     tokens[threadIdx.x] =
         order[own.first + min(static_cast<int>(threadIdx.x), own.count - 1)] / used;
   if (threadIdx.x < 2) matrices[threadIdx.x] = table[own.expert].matrices[threadIdx.x];
   __syncthreads();
-  Sums total = {};
+  float total[SUMS] = {};
   multiply_tile(
       [&](int row) {
         const int there = min(first_row + (row >> 5) * 16 + (row & 15), rows - 1);
@@ -176,12 +220,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
       [&](int token) { return halves + static_cast<long long>(tokens[token]) * groups * 4; },
       groups, shared, own.count, warp, tile, total);
 #pragma unroll
-  for (int i = 0; i < TURNS * 4 * Tile::VALUES; ++i) {
-    const int turn = i / Tile::VALUES / 4, n = i / Tile::VALUES % 4, e = i % Tile::VALUES;
-    const float gate_sum = tile.fold(total[turn][n][e]);
-    const float up_sum = tile.fold(total[turn][4 + n][e]);
+  for (int i = 0; i < 4 * Tile::VALUES; ++i) {
+    const int n = i / Tile::VALUES, e = i % Tile::VALUES;
+    const float gate_sum = tile.fold(total[i]);
+    const float up_sum = tile.fold(total[4 * Tile::VALUES + i]);
     const int row = first_row + (warp >> 1) * 16 + tile.sum_row(Tile::row_of(e));
-    const int token = first_of(turn, warp) + 8 * n + dealt(tile.sum_token(Tile::token_of(e)));
+    const int token = first_of(warp) + 8 * n + dealt(tile.sum_token(Tile::token_of(e)));
     if (!tile.owns_sums() || row >= rows || token >= own.count) continue;
     const float scale = scales[tokens[token]], value = gate_sum * scale;
     inner[static_cast<long long>(own.first + token) * rows + row] =
@@ -190,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
 }
 
 // grid: (rows / 128, tiles), 256 threads. halves, scales: of places. parts: [pairs][rows]
-extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     expert_group_down(const Expert* table, const Group* tiles, const int* order,
                       const uint4* halves, const float* scales, float* parts, int rows, int k,
                       int is_tiled) {
@@ -204,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
   const int row_bytes = k / F::length * F::bytes;
   const Lay lay = lay_of(HAS_TILES<F> && is_tiled, C::BYTES, row_bytes);
   const Bytes weights = table[own.expert].matrices[DOWN];
-  Sums total = {};
+  float total[SUMS] = {};
   multiply_tile(
       [&](int row) { return row_at(weights, lay, min(first_row + row, rows - 1), row_bytes); },
       lay.chunk,
@@ -213,17 +257,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, VP_ARCH >= 800 ? 2 : 1)
       },
       groups, shared, own.count, warp, tile, total);
 #pragma unroll
-  for (int j = 0; j < TURNS * SUMS; ++j) {
-    const int turn = j / SUMS, i = j % SUMS;
+  for (int i = 0; i < SUMS; ++i) {
     const int m = i / Tile::VALUES / 4, n = i / Tile::VALUES % 4, e = i % Tile::VALUES;
-    const float sum = tile.fold(total[turn][4 * m + n][e]);
+    const float sum = tile.fold(total[i]);
     const int row = first_row + (warp >> 1) * 32 + 16 * m + tile.sum_row(Tile::row_of(e));
-    const int token = first_of(turn, warp) + 8 * n + dealt(tile.sum_token(Tile::token_of(e)));
+    const int token = first_of(warp) + 8 * n + dealt(tile.sum_token(Tile::token_of(e)));
     if (!tile.owns_sums() || row >= rows || token >= own.count) continue;
     const int place = own.first + token;
     parts[static_cast<long long>(order[place]) * rows + row] = sum * scales[place];
   }
 }
+#endif
 
 // grid: (rows / 256, tokens). out (+)= the sum over a token's experts that are here, in their
 // order, and other_parts [tokens][rows], of the one that all take, or null.

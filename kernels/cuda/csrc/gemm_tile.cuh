@@ -17,6 +17,18 @@ __device__ __forceinline__ int dealt(int n) {
   return VP_ARCH >= 750 ? (n < 4 ? 2 * n : 2 * n - 7) : n;
 }
 
+// Integers of a group to weights. scales: {scale, offset} of its runs.
+template <class C>
+__device__ __forceinline__ void finish_unit(Unit& u, const float2 (&scales)[C::SCALES]) {
+  if constexpr (!C::NATURAL) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 s = scales[C::SCALES == 1 ? 0 : i >> 1], v = half_values(u.r[i]);
+      u.r[i] = half_pair(fmaf(s.x, v.x, s.y), fmaf(s.x, v.y, s.y));
+    }
+  }
+}
+
 // Units of one row, span and p as finished halves to shared memory.
 template <class C>
 __device__ __forceinline__ void unpack_to(Bytes chunk, int span, int p, std::uint8_t* row) {
@@ -25,18 +37,11 @@ __device__ __forceinline__ void unpack_to(Bytes chunk, int span, int p, std::uin
 #pragma unroll
   for (int g = 0; g < C::SPAN; ++g) {
     Unit u = found[g * C::PLANES + (C::PLANES > 1 ? PLANE : 0)];
-    if constexpr (!C::NATURAL) {
+    float2 scales[C::SCALES];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (half >= C::SCALES) continue;
-        const float2 s = C::scale(chunk, (span * C::SPAN + g) * C::SCALES + half);
-#pragma unroll
-        for (int i = 2 * half; i < (C::SCALES == 1 ? 4 : 2 * half + 2); ++i) {
-          const float2 v = half_values(u.r[i]);
-          u.r[i] = half_pair(fmaf(s.x, v.x, s.y), fmaf(s.x, v.y, s.y));
-        }
-      }
-    }
+    for (int half = 0; half < C::SCALES; ++half)
+      scales[half] = C::scale(chunk, (span * C::SPAN + g) * C::SCALES + half);
+    finish_unit<C>(u, scales);
     *reinterpret_cast<uint4*>(row + 64 * g + 16 * p) = uint4{u.r[0], u.r[1], u.r[2], u.r[3]};
   }
 }

@@ -35,7 +35,7 @@ __device__ __forceinline__ unsigned word_at(Bytes p) {
     return *reinterpret_cast<const unsigned*>(p);
   } else {
     const auto at = reinterpret_cast<std::uint64_t>(p);
-    const unsigned* words = reinterpret_cast<const unsigned*>(at & ~static_cast<std::uint64_t>(3));
+    const unsigned* words = reinterpret_cast<const unsigned*>(p - (at & 3));
     return __funnelshift_r(words[0], words[1], static_cast<unsigned>(at & 3) * 8);
   }
 }

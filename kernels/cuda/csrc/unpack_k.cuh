@@ -51,7 +51,7 @@ struct Codec<formats::Q6_K> : Quantised {
   static constexpr int ALIGN = 2, BYTES = 210, SPAN = 4, SCALES = 2;
   static __device__ __forceinline__ void unpack(Bytes row, int span, int p, Unit* out) {
     const auto at = reinterpret_cast<std::uint64_t>(row);
-    const unsigned* words = reinterpret_cast<const unsigned*>(at & ~static_cast<std::uint64_t>(3));
+    const unsigned* words = reinterpret_cast<const unsigned*>(row - (at & 3));
     const unsigned shift = static_cast<unsigned>(at & 3) * 8;
     const auto word = [&](int n) { return __funnelshift_r(words[n], words[n + 1], shift); };
     for (int i = 0; i < 2; ++i) {
