@@ -166,11 +166,15 @@ checks_attention=(
   "test_attention.py::test_mixed_steps[native-64-9-3-('f16','q8_0')]"
   "test_attention.py::test_windows_caps_and_head_maps[native-{'window':64}-128]"
   "test_attention.py::test_rope_store_is_its_parts[native-True-neox-64-('q8_0','q4_0')]"
+  "test_families.py::test_choice_of_scores[native-1-alike]"
+  "test_families.py::test_choice_of_scores[native-140-plain]"
+  "test_families.py::test_sparse_attention[native-q8_0-256]"
   "test_families.py::test_sparse_attention[native-f16-64]")
 checks_experts=(  # expert_up_stream and _down_stream; 7 and 11 tokens: expert_parts
   "test_families.py::test_route[native-512-64-F16]"
   "test_families.py::test_experts[native-Q4_K-Q4_K-Q6_K-512-256]"
   "test_families.py::test_shared_expert[native-Q8_0-Q8_0-Q8_0-Q8_0-1280-256-32]"
+  "test_families.py::test_tiles_of_any_size[native-Q4_K]"
   "test_families.py::test_experts_of_many_tokens[native-Q8_0-Q5_0-160-96]")
 checks_deltas=(
   "test_families.py::test_delta_net[native-1-2-128-sigmoid]"

@@ -41,6 +41,8 @@ from ..kernels.cuda.test_mixes import (  # noqa: F401
     test_streams_to_one,
 )
 from ..kernels.cuda.test_sparse import (  # noqa: F401
+    check_choice,
+    scores_like,
     test_of_equal_scores_the_first,
     test_scores_of_prompts,
     test_sparse_attention,
@@ -117,6 +119,13 @@ class DeviceChoices(Choices):
             return forced
 
         ops.route = route
+
+
+@pytest.mark.parametrize("kind", ["plain", "few", "alike", "equal", "zeros", "tiny", "last"])
+@pytest.mark.parametrize("counts", [[50560], [65536, 513, 512, 8200], [9000, 700] * 70], ids=len)
+def test_choice_of_scores(ops: Any, kind: str, counts: list[int]) -> None:
+    """By clusters of blocks where tokens are few, by one block each where they are many."""
+    check_choice(ops, scores_like(kind, len(counts), max(counts)), counts, 512)
 
 
 def check(path: Path, folder: Path, bound: float, engine_for: Make, cuda_engine: Make) -> None:
