@@ -25,13 +25,8 @@ def _index(function: str) -> Instance:
 
 POOL, RING, SCORES = (_index(f"index_{name}") for name in ("pool", "ring", "scores"))
 TILED = Instance("sparse_scores.cu", "index_scores_tiled", waits=True)
+CHOOSE = Instance("sparse_choose.cu", "index_choose", waits=True)
 DIMS, ANY = (64, 128, 256), 3  # of heads in shared memory; a cache of any type
-
-SPLIT = 8  # blocks of a cluster that choose for a token, where there are few
-CHOOSE = {
-    split: Instance("sparse_choose.cu", "index_choose", (("SPLIT", str(split)),), waits=True)
-    for split in (1, SPLIT)
-}
 
 
 def _attended(source: str, function: str, dim: int, kind: int) -> Instance:
@@ -45,12 +40,12 @@ ATTEND = {
     for kind in (KINDS["f16"], ANY)
 }
 JOIN = _attended("sparse_join.cu", "join_attended", DIMS[0], KINDS["f16"])
-INSTANCES = [POOL, RING, SCORES, TILED, *CHOOSE.values(), *ATTEND.values(), JOIN]
+INSTANCES = [POOL, RING, SCORES, TILED, CHOOSE, *ATTEND.values(), JOIN]
 
 SCORES_BYTES = 48 << 20  # of some tokens against all blocks
 WIDEST_KEY = 256
 KEYS = 16  # that a warp scores at once
-CHOOSERS, CHOICE = 512, 31008  # of sparse_choose.cu: threads, and bytes of its Choice
+CHOOSERS, CHOICE = 512, 30992  # of sparse_choose.cu: threads, and bytes of its Choice
 ROUNDS, MOST_WARPS, TOKENS = 4, 16, 32  # of index_scores_tiled: tokens from sm_80 on
 WARPS = 4  # of index_scores and attend_to
 STEP, ROWS = 16, 16  # of attend_to: positions of a warp, and query heads of a block
@@ -223,14 +218,16 @@ def choose(
     """blocks [T, chosen]: where scores [T, blocks] are the largest, of equal ones the first."""
     (tokens, most), chosen = scores.shape, blocks.shape[1]
     assert most % 4 == 0, most
-    # All blocks of a cluster find each digit, so others must not wait for their place.
-    is_few = ops.arch >= 90 and SPLIT * tokens <= 2 * ops.multiprocessors
-    split = SPLIT if is_few else 1
-    ops.kernel(CHOOSE[split])(
-        (split * tokens,),
+    shared = CHOICE + 8 * _groups(most, 32)
+    if shared > max_shared(ops.arch):
+        raise ValueError(
+            f"too long a context for this GPU: {most} blocks of positions to choose of"
+        )
+    ops.kernel(CHOOSE)(
+        (tokens,),
         CHOOSERS,
         (*_pointers(scores, positions, blocks), *map(np.int32, (shift, most, chosen))),
-        shared=CHOICE + 8 * _groups(most, 32 * split),
+        shared=shared,
     )
 
 

@@ -124,7 +124,6 @@ class DeviceChoices(Choices):
 @pytest.mark.parametrize("kind", ["plain", "few", "alike", "equal", "zeros", "tiny", "last"])
 @pytest.mark.parametrize("counts", [[50560], [65536, 513, 512, 8200], [9000, 700] * 70], ids=len)
 def test_choice_of_scores(ops: Any, kind: str, counts: list[int]) -> None:
-    """By clusters of blocks where tokens are few, by one block each where they are many."""
     check_choice(ops, scores_like(kind, len(counts), max(counts)), counts, 512)
 
 

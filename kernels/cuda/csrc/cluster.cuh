@@ -24,20 +24,6 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
-// The two at once; what was written to shared memory before it is read by read_of() after it.
-__device__ __forceinline__ void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-  cluster_wait();
-}
-// What another block, or this one, has where `mine` is.
-__device__ __forceinline__ int4 read_of(const int4* mine, int block) {
-  int4 its;
-  asm volatile("ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(its.x), "=r"(its.y), "=r"(its.z), "=r"(its.w)
-               : "r"(address_in(shared_address(mine), block))
-               : "memory");
-  return its;
-}
 // To where `mine` is in another block, or this one; its bell hears of the bytes.
 __device__ __forceinline__ void send(float2 pair, float2* mine, Bell* bell, int block) {
   const unsigned to = address_in(shared_address(mine), block);

@@ -1,20 +1,15 @@
 // The choice of the indexer of attention to chosen blocks: the largest scores of each token. See
 // kernels/families.py.
 //
-// -D SPLIT: blocks that share a token. They are a cluster, where there are clusters (from sm_90
-// on), add up what each has counted and write what each has chosen; else there is one block.
-//
 // Scores are not negative, so their bits are in their order. They are read twice from far away:
 // once to count the first digits, once to take those with larger ones than the last that is chosen
 // and to keep aside, with their places, the few with the same. The other digits are of those. What
 // is taken is marked in a map of bits, which is in rising order by itself.
 #include "block.cuh"
-#include "cluster.cuh"
 #include "grid.cuh"
 
 constexpr int CHOOSERS = 512;  // threads
 
-#if SPLIT == 1 || VP_ARCH >= 900
 namespace voltapile {
 
 constexpr int DIGIT = 10, DIGITS = 2 << DIGIT, PLACES = 3;  // bits; values; the first has one more
@@ -30,11 +25,10 @@ struct Cut {
   int left;
 };
 
-// Of a block; behind it two maps, a bit for each score: larger than the last one, and equal to it.
+// Of a token; behind it two maps, a bit for each score: larger than the last one, and equal to it.
 struct alignas(16) Choice {
   int4 counts[(PLACES + 1) * (DIGITS / 2) / 4];  // of scores with each digit; not counted: 0
   uint2 listed[LISTED];  // bits and place of those with the last one's first digit
-  int4 totals;           // that are larger, and equal
   int sums[2][32], count;
   Cut cut;
 
@@ -46,25 +40,7 @@ struct alignas(16) Choice {
     if (digit) atomicAdd(reinterpret_cast<int*>(of_place(place)) + digit, 1);
   }
 };
-static_assert(sizeof(Choice) == 31008);  // see sparse.py
-
-// Blocks of a token meet; what each has written to its shared memory is there for the others.
-__device__ __forceinline__ void meet_all() {
-#if SPLIT > 1
-  cluster_meet();
-#else
-  __syncthreads();
-#endif
-}
-
-// What a block of the token has where `mine` is in this one.
-__device__ __forceinline__ int4 seen_of(const int4* mine, int block) {
-#if SPLIT > 1
-  return read_of(mine, block);
-#else
-  return *mine;
-#endif
-}
+static_assert(sizeof(Choice) == 30992);  // see sparse.py
 
 // The sum of what the threads before this one have.
 __device__ __forceinline__ int before_me(int own, int* sums) {
@@ -80,18 +56,13 @@ __device__ __forceinline__ int before_me(int own, int* sums) {
   return upto - own + warp_join(lane < warp ? sums[lane] : 0, Add());
 }
 
-// One more digit: that of the largest ones, counted by all blocks, where `left` is reached. If no
-// other one is, it is 0.
+// One more digit: that of the largest ones that were counted where `left` is reached. If no other
+// one is, it is 0.
 __device__ __forceinline__ Cut next_digit(Choice& own, int place, Cut cut) {
   const int four = CHOOSERS - 1 - static_cast<int>(threadIdx.x);
-  meet_all();
+  __syncthreads();
   int4 sum{0, 0, 0, 0};
-  if (place == 0 || four < DIGITS / 2 / 4)
-#pragma unroll
-    for (int block = 0; block < SPLIT; ++block) {
-      const int4 part = seen_of(own.of_place(place) + four, block);
-      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    }
+  if (place == 0 || four < DIGITS / 2 / 4) sum = own.of_place(place)[four];
   if (four == 0) sum.x = 1 << 30;
   const int counts[EACH] = {sum.w, sum.z, sum.y, sum.x};
   int before = before_me(sum.x + sum.y + sum.z + sum.w, own.sums[0]);
@@ -130,10 +101,10 @@ __device__ __forceinline__ void mark(unsigned* map, int place) {
   atomicOr(map + place / 32, 1u << place % 32);
 }
 
-// A block's scores of a token.
-struct Part {
+// A token's.
+struct Scores {
   const uint4* scores;
-  int begin, count;  // the first one, and how many
+  int count;
 
   // Marks those that are taken. larger, equal: maps. Of equal ones some may be taken.
   __device__ __forceinline__ Cut find(Choice& own, int chosen, unsigned* larger,
@@ -177,7 +148,7 @@ struct Part {
   }
 
   // Numbers of the scores that are taken, rising. left: of equal ones. Each thread has neighbours.
-  __device__ __forceinline__ void write(Choice& own, int rank, const unsigned* larger,
+  __device__ __forceinline__ void write(Choice& own, const unsigned* larger,
                                         const unsigned* equal, int left, int* blocks) const {
     const int words = (count + 31) / 32, each = (words + CHOOSERS - 1) / CHOOSERS;
     const int first = min(words, each * static_cast<int>(threadIdx.x));
@@ -186,57 +157,39 @@ struct Part {
 #pragma unroll 4
     for (int i = first; i < last; ++i) larger_of += __popc(larger[i]), equal_of += __popc(equal[i]);
     int to = before_me(larger_of, own.sums[0]), equals = before_me(equal_of, own.sums[1]);
-#if SPLIT > 1
-    if (threadIdx.x == CHOOSERS - 1) own.totals = {to + larger_of, equals + equal_of, 0, 0};
-    meet_all();
-    for (int block = 0; block < rank; ++block) {
-      const int4 totals = seen_of(&own.totals, block);
-      to += totals.x, equals += totals.y;
-    }
-#endif
 #pragma unroll 1
     for (int i = first; i < last; ++i) {
       const unsigned equal_ones = equals < left ? equal[i] : 0;
 #pragma unroll 1
       for (unsigned ones = larger[i] | equal_ones; ones; ones &= ones - 1) {
         const int bit = __ffs(ones) - 1, is_equal = equal_ones >> bit & 1;
-        if (!is_equal || equals < left) blocks[to + min(equals, left)] = begin + 32 * i + bit;
+        if (!is_equal || equals < left) blocks[to + min(equals, left)] = 32 * i + bit;
         to += 1 - is_equal, equals += is_equal;
       }
     }
-#if SPLIT > 1
-    meet_all();  // nobody ends before its totals are read
-#endif
   }
 };
 
 }  // namespace voltapile
-#endif
 
 using namespace voltapile;
 
-// grid: (SPLIT * tokens), CHOOSERS threads. scores: [tokens][most], most a multiple of 4. blocks:
+// grid: (tokens), CHOOSERS threads. scores: [tokens][most], most a multiple of 4. blocks:
 // [tokens][chosen], rising. The largest scores, of equal ones the first; all, if there are no more.
-// shared: a Choice and two bits for each score that a block may have.
-extern "C" __global__ void VP_CLUSTER __launch_bounds__(CHOOSERS, 2)
+// shared: a Choice and two bits for each score that there may be.
+extern "C" __global__ void __launch_bounds__(CHOOSERS, 2)
     index_choose(const float* scores, const int* positions, int* blocks, int shift, int most,
                  int chosen) {
-#if SPLIT == 1 || VP_ARCH >= 900
-  extern __shared__ __align__(1024) std::uint8_t shared[];
-#if SPLIT > 1
-  Choice& own = *reinterpret_cast<Choice*>(own_memory(shared));
-#else
+  extern __shared__ __align__(16) unsigned char shared[];
   Choice& own = *reinterpret_cast<Choice*>(shared);
-#endif
   grid_launch();
-  const int t = blockIdx.x / SPLIT, rank = blockIdx.x % SPLIT;
-  const int whole = min((positions[t] + 1) >> shift, most);
-  const int words = (whole + 32 * SPLIT - 1) / (32 * SPLIT), begin = 32 * words * rank;
+  const int t = blockIdx.x, whole = min((positions[t] + 1) >> shift, most);
+  const int words = (whole + 31) / 32;
   blocks += static_cast<unsigned>(t * chosen);
   if (whole <= chosen) {
     grid_wait();
 #pragma unroll 1
-    for (int i = threadIdx.x; rank == 0 && i < whole; i += CHOOSERS) blocks[i] = i;
+    for (int i = threadIdx.x; i < whole; i += CHOOSERS) blocks[i] = i;
     return;
   }
 #pragma unroll
@@ -247,11 +200,9 @@ extern "C" __global__ void VP_CLUSTER __launch_bounds__(CHOOSERS, 2)
   if (threadIdx.x == 0) own.count = 0;
   __syncthreads();
   grid_wait();
-  const float* from = scores + static_cast<unsigned>(t * most + begin);
-  const Part part{reinterpret_cast<const uint4*>(from), begin,
-                  max(0, min(32 * words, whole - begin))};
+  const float* from = scores + static_cast<long long>(t) * most;
+  const Scores mine{reinterpret_cast<const uint4*>(from), whole};
   unsigned *larger = own.maps(), *equal = larger + words;
-  const Cut cut = part.find(own, chosen, larger, equal);
-  part.write(own, rank, larger, equal, cut.left, blocks);
-#endif
+  const Cut cut = mine.find(own, chosen, larger, equal);
+  mine.write(own, larger, equal, cut.left, blocks);
 }

@@ -152,7 +152,6 @@ inline Barrier block_barriers[MOST_THREADS / 32];  // of blocks that run togethe
 inline int current;
 inline void (*body)(void* call);
 inline void* call;
-inline int ended;     // threads, of those that run together
 inline int together;  // blocks of a cluster; their warps drift far apart, each held for a while
 
 inline int lane() { return current & 31; }
@@ -193,7 +192,6 @@ Shown<T> show(const T& own) {
 inline void start() {
   body(call);
   fibres[current].is_done = true;
-  ++ended;
   pause();
 }
 inline bool is_held(int thread) {
@@ -229,7 +227,6 @@ inline bool (*has_left)() = nullptr;  // copies on their way when a block has en
 // Blocks that are there together: a cluster of them, or one. False: threads wait for ever.
 inline bool run_blocks(int first, int together) {
   const int threads = together * blockDim.x;
-  ended = 0;
   for (int i = 0; i < threads / 32; ++i) warps[i].barrier = {};
   for (int i = 0; i < together; ++i) block_barriers[i] = {};
   for (int i = 0; i < threads; ++i) {

@@ -15,8 +15,10 @@ T* of_block(T* mine, int block) {
 }
 // Whether all threads have arrived that have not ended.
 inline bool is_met() {
-  const int threads = emulation::together * blockDim.x;
-  return barrier.count == threads - emulation::ended;
+  int alive = 0;
+  for (unsigned i = 0; i < emulation::together * blockDim.x; ++i)
+    alive += !emulation::fibres[i].is_done;
+  return barrier.count == alive;
 }
 }  // namespace cluster
 using cluster::of_block;
@@ -37,9 +39,6 @@ inline void cluster_wait() {
     emulation::pause();  // one of each warp looks on
   }
 }
-inline void cluster_meet() { cluster_arrive(), cluster_wait(); }
-template <class T>
-T read_of(const T* mine, int block) { return *cluster::of_block(mine, block); }
 
 template <class T>
 void send(T values, T* mine, std::uint64_t* bell, int block) {
