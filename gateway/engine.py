@@ -296,6 +296,8 @@ class Engine:
     def _take_failed(self, name: str, failed: Failed) -> None:
         if failed.step >= 0 and not self._was_ready:
             return  # it follows from what another rank met while loading, and tells itself
+        if failed.step >= 0 and not self._crew.has(name):
+            return  # last words of a crew that is given up already
         if failed.cause == "gone" and self._supervisor is not None:
             return  # whose process that was sees how it has ended, and tells _keep_alive
         self._failure = " ".join(failed.reason.split()) or f"{name} failed without a reason"

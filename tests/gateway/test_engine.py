@@ -534,6 +534,18 @@ async def test_ranks_that_have_all_met_anew_are_taken(plan: Plan) -> None:
     assert engine.stats().restarts == 1
 
 
+async def test_last_words_of_other_ranks_are_no_further_loss(plan: Plan) -> None:
+    first = plan.ranks[0]
+    plan = msgspec.structs.replace(plan, ranks=[first, msgspec.structs.replace(first, rank=1)])
+    engine = Engine(plan)
+    for rank in range(2):
+        engine._handle(f"text-{rank}", Ready(name=f"text-{rank}", plan=plan.id, instance=rank))
+    for rank in (1, 0):
+        said = Failed(name=f"text-{rank}", step=3, reason="rank 1: over", cause="stopped")
+        engine._handle(said.name, said)
+    assert engine.stats().restarts == 1
+
+
 async def test_a_rank_that_ends_because_another_cannot_load(plan: Plan) -> None:
     """That one tells why, and it cannot be helped."""
     engine = Engine(plan)
